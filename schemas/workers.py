@@ -1,0 +1,106 @@
+"""What a worker says of itself, every half second, under its own key of the workers bucket."""
+
+from typing import Literal
+
+import msgspec
+
+from headrace.schemas.events import Owner
+
+WorkerState = Literal["Starting", "Ready", "Busy", "Draining", "Failed"]
+
+
+class HeldRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request a worker holds: its queue message (consumer and stream sequence), and which attempt of which job."""
+
+    consumer: str
+    sequence: int
+    tenant: str
+    job: str
+    attempt: int
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
+    """One beat: sent by a worker as compare-and-set on its key's revision with a TTL, read by monitors and `status`.
+
+    A key that is gone or overwritten refuses the next beat, which is how a worker learns it was declared dead.
+    `epoch` names one registration. Token figures are KV-cache tokens; memory figures are bytes, None where the engine
+    has no GPU memory of its own.
+    """
+
+    worker: str
+    epoch: str
+    state: WorkerState
+    model: str
+    version: str = ""
+    engine: str = ""
+    pool: str = "default"
+    host: str = ""
+    pid: int = 0
+    port: int | None = None
+    gpu: str | None = None
+    memory_total_bytes: int | None = None
+    memory_free_bytes: int | None = None
+    memory_reserved_bytes: int | None = None
+    kv_capacity_tokens: int = 0
+    kv_reserved_tokens: int = 0
+    block_size: int = 1
+    max_model_len: int | None = None
+    max_concurrency: int = 1
+    running: int = 0
+    waiting: int = 0
+    supports_streaming: bool = True
+    interval_s: float = 0.5
+    tokens_per_second: float | None = None
+    seconds_per_job: float | None = None
+    reason: str = ""
+    held: tuple[HeldRequest, ...] = ()
+    is_tombstone: bool = False
+
+    def holds(self, queue_sequence: int | None) -> bool:
+        """Whether it lists that queue message."""
+        return any(held.sequence == queue_sequence for held in self.held)
+
+
+class SeenBeat(msgspec.Struct, frozen=True, kw_only=True):
+    """A heartbeat as read from the bucket; `beat` is None where the key expired."""
+
+    revision: int
+    beat: Heartbeat | None
+
+
+def is_owner_alive(owner: Owner, seen: SeenBeat | None) -> bool:
+    """Whether the owner of a running job still has it, by its heartbeat.
+
+    PROTOCOL.md, "owner alive": its key is not tombstoned, has the same epoch, and either lists the queue sequence it
+    named when it claimed, or has not beaten since then.
+    """
+    if seen is None or seen.beat is None or seen.beat.is_tombstone or seen.beat.epoch != owner.epoch:
+        return False
+    return seen.beat.holds(owner.queue_sequence) or seen.revision <= owner.beat
+
+
+def decode_heartbeat(data: bytes) -> Heartbeat | None:
+    """A heartbeat from its bytes; None if they are no heartbeat."""
+    try:
+        return msgspec.json.decode(data, type=Heartbeat)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+class WorkerNudge(msgspec.Struct, frozen=True, kw_only=True):
+    """A nudge on a worker's control subject; at most once, so it only ever hastens what the log or key says anyway.
+
+    Sent by whoever cancelled a job (`cancelled`) and by operators (`drain`).
+    """
+
+    kind: Literal["cancelled", "drain", "evicted"]
+    tenant: str | None = None
+    job: str | None = None
+
+
+class TokenCount(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's answer to a tokenize request: exact prompt tokens of a body, and its engine's limits."""
+
+    num_prompt_tokens: int
+    max_model_len: int | None = None
+    kv_capacity_tokens: int | None = None

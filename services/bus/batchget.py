@@ -1,0 +1,64 @@
+"""Many messages of a stream in one request: the batched direct-get API, which nats-py does not offer."""
+
+import contextlib
+from typing import Any, Final
+
+import msgspec
+from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
+from nats.errors import TimeoutError as NatsTimeoutError
+
+from headrace.bus.connection import Bus
+from headrace.errors import BrokerUnavailableError
+from headrace.schemas import subjects
+
+__all__ = ["batch_get", "multi_last"]
+
+_BATCH: Final = 1000
+_HDR_NUM_PENDING: Final = "Nats-Num-Pending"
+_STATUS_EOB = "204"
+_STATUS_NONE = ("404", "408")
+
+
+async def batch_get(bus: Bus, stream: str, subject: str, *, from_sequence: int) -> list[Msg]:
+    """All stored messages of a subject from a sequence on, in order.
+
+    Raises BrokerUnavailableError where the broker does not send the whole of it in time.
+    """
+    messages: list[Msg] = []
+    sequence = max(from_sequence, 1)
+    while True:
+        batch = await _request_many(bus, stream, {"batch": _BATCH, "seq": sequence, "next_by_subj": subject})
+        messages += batch
+        headers = (batch[-1].headers or {}) if batch else {}
+        if headers.get(_HDR_NUM_PENDING, "0") == "0":  # the broker may send fewer than asked for
+            return messages
+        sequence = int(headers[subjects.HDR_SEQUENCE]) + 1
+
+
+async def multi_last(bus: Bus, stream: str, subject: str) -> list[Msg]:
+    """The last message of each subject that matches (at most 1,024; the broker answers 413 beyond)."""
+    return await _request_many(bus, stream, {"multi_last": [subject]})
+
+
+async def _request_many(bus: Bus, stream: str, payload: dict[str, Any]) -> list[Msg]:
+    timeout_s = bus.settings.request_timeout_s
+    inbox = bus.new_inbox()
+    subscription = await bus.subscribe(inbox)
+    messages: list[Msg] = []
+    try:
+        await bus.publish(f"$JS.API.DIRECT.GET.{stream}", msgspec.json.encode(payload), reply=inbox)
+        while True:
+            message = await subscription.next_msg(timeout_s)
+            status = (message.headers or {}).get("Status")
+            if status is None:
+                messages.append(message)
+            elif status == _STATUS_EOB or status in _STATUS_NONE:
+                return messages
+            else:
+                raise BrokerUnavailableError(f"cannot read {stream}: status {status}")
+    except (TimeoutError, NatsTimeoutError):
+        raise BrokerUnavailableError(f"cannot read {stream}: no answer within {timeout_s:g} s") from None
+    finally:
+        with contextlib.suppress(NatsError):  # the connection may be closed by now
+            await subscription.unsubscribe()

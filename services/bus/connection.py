@@ -1,0 +1,301 @@
+"""One connection to the broker, kept for as long as the process runs, and the two calls everything is built from."""
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from types import TracebackType
+from typing import Any, Final, Self
+
+import msgspec
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError, SlowConsumerError
+from nats.errors import TimeoutError as NatsTimeoutError
+
+from headrace.errors import BrokerUnavailableError, BrokerUnsuitableError, NotProvisionedError
+from headrace.schemas.subjects import SERVICE_INBOX_PREFIX, Names
+from headrace.settings import Settings
+
+__all__ = ["ApiRefused", "Bus", "Refused", "StoreResult", "Stored", "Unknown", "connect"]
+
+log = logging.getLogger(__name__)
+
+# JetStream error codes, from the server's errors.json.
+ERR_STREAM_NOT_FOUND: Final = 10059
+ERR_CONSUMER_NOT_FOUND: Final = 10014
+ERR_MESSAGE_NOT_FOUND: Final = 10037
+ERR_WRONG_LAST_SEQUENCE: Final = 10071
+ERR_WRONG_LAST_SEQUENCE_CONSTANT: Final = 10164
+ERR_STREAM_FULL: Final = 10077
+ERR_SEQUENCE_NOT_FOUND: Final = 10043
+
+_ERR_TOO_LARGE: Final = 10054
+_HEADER_ROOM_BYTES: Final = 16_384
+
+_LOST_RACE: Final = frozenset({ERR_WRONG_LAST_SEQUENCE, ERR_WRONG_LAST_SEQUENCE_CONSTANT})
+_RECONNECT_WAIT_S: Final = 0.2
+_PING_INTERVAL_S: Final = 5
+_MAX_PENDING_MESSAGES: Final = 65_536
+_MAX_PENDING_BYTES: Final = 32 * 1024 * 1024
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """The broker stored the message, or had it already (`is_duplicate`)."""
+
+    sequence: int
+    is_duplicate: bool = False
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """The broker refused the message; it is not stored."""
+
+    err_code: int
+    description: str
+
+    @property
+    def is_lost_race(self) -> bool:
+        """Whether somebody else wrote first (compare-and-set)."""
+        return self.err_code in _LOST_RACE
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the stream's bound was reached."""
+        return self.err_code == ERR_STREAM_FULL
+
+
+class Unknown(msgspec.Struct, frozen=True):
+    """No answer came: the message may be stored or not. `is_unserved`: nobody listens there now (stream missing, or no leader)."""
+
+    reason: str
+    is_unserved: bool = False
+
+
+StoreResult = Stored | Refused | Unknown
+
+
+class ApiRefused(Exception):  # an answer, not a fault; callers in `bus` turn it into one or into a value
+    """The JetStream API answered with an error."""
+
+    def __init__(self, err_code: int, description: str) -> None:
+        super().__init__(f"{description} ({err_code})")
+        self.err_code = err_code
+
+
+class _PubAck(msgspec.Struct, frozen=True):
+    seq: int = 0
+    duplicate: bool = False
+    error: "_ApiError | None" = None
+
+
+class _ApiError(msgspec.Struct, frozen=True):
+    code: int = 0
+    err_code: int = 0
+    description: str = ""
+
+
+class _ApiReply(msgspec.Struct, frozen=True):
+    error: _ApiError | None = None
+
+
+class Bus:
+    """A connection with the names and settings of its deployment. Made by `connect`.
+
+    It reconnects for ever. `closed` is set when the client library gave up for good (it does on some protocol
+    errors): whoever runs the process must end it then, never live on silently.
+    """
+
+    def __init__(self, nc: Client, settings: Settings) -> None:
+        self.nc = nc
+        self.settings = settings
+        self.names = Names(prefix=settings.prefix)
+        self.closed = asyncio.Event()
+        self._is_leaving = False
+        self.on_reconnect: list[Callable[[], Awaitable[None]]] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._is_leaving = True
+        with contextlib.suppress(NatsError, TimeoutError, OSError):
+            await asyncio.wait_for(self.nc.flush(), self.settings.request_timeout_s)
+        await self.nc.close()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the broker is reachable right now, as far as the client knows."""
+        return bool(self.nc.is_connected)
+
+    async def api(
+        self, subject: str, payload: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
+    ) -> bytes:
+        """One call of the JetStream API; returns the raw JSON answer.
+
+        Raises ApiRefused for an error answer, NotProvisionedError where nobody serves the subject (stream missing or
+        JetStream away), BrokerUnavailableError where no answer came in time.
+        """
+        data = msgspec.json.encode(payload) if payload is not None else b""
+        message = await self.request(f"$JS.API.{subject}", data, timeout_s=timeout_s)
+        error = msgspec.json.decode(message.data, type=_ApiReply).error
+        if error is not None:
+            raise ApiRefused(error.err_code, error.description)
+        return message.data
+
+    async def request(
+        self, subject: str, data: bytes = b"", *, headers: dict[str, str] | None = None, timeout_s: float | None = None
+    ) -> Msg:
+        """One request and its first reply. Raises NotProvisionedError (no responders), BrokerUnavailableError (no answer)."""
+        timeout_s = timeout_s or self.settings.request_timeout_s
+        try:
+            return await self.nc.request(subject, data, timeout=timeout_s, headers=headers)
+        except NoRespondersError:
+            raise NotProvisionedError(f"nobody answers on {subject}") from None
+        except (NatsTimeoutError, TimeoutError):
+            raise BrokerUnavailableError(f"no answer on {subject} within {timeout_s:g} s") from None
+        except (NatsError, OSError) as error:
+            raise BrokerUnavailableError(f"{subject}: {error or type(error).__name__}") from None
+
+    @property
+    def max_data_bytes(self) -> int:
+        """Largest message body that is sure to pass with headers of ours beside it."""
+        return int(self.nc.max_payload) - _HEADER_ROOM_BYTES
+
+    async def store(
+        self, subject: str, data: bytes, *, headers: Mapping[str, str], timeout_s: float | None = None
+    ) -> StoreResult:
+        """Publish to a stream and say what became of it. Never raises for what the broker or the network did."""
+        if too_large := self._too_large(data, headers):
+            return Refused(_ERR_TOO_LARGE, too_large)
+        try:
+            reply = await self.request(subject, data, headers=dict(headers), timeout_s=timeout_s)
+        except NotProvisionedError as error:
+            return Unknown(str(error), is_unserved=True)
+        except BrokerUnavailableError as error:
+            return Unknown(str(error))
+        try:
+            ack = msgspec.json.decode(reply.data, type=_PubAck)
+        except msgspec.DecodeError:
+            return Unknown("the acknowledgement is not JSON")
+        if ack.error is not None:
+            return Refused(ack.error.err_code, ack.error.description)
+        return Stored(ack.seq, ack.duplicate)
+
+    async def publish(
+        self, subject: str, data: bytes = b"", *, reply: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Publish without storing; at most once. While disconnected it waits in a bounded buffer."""
+        if too_large := self._too_large(data, headers or {}):
+            raise BrokerUnavailableError(f"cannot publish on {subject}: {too_large}")
+        try:
+            await self.nc.publish(subject, data, reply=reply, headers=dict(headers) if headers else None)
+        except (NatsError, OSError) as error:
+            raise BrokerUnavailableError(f"cannot publish on {subject}: {error or type(error).__name__}") from None
+
+    async def subscribe(
+        self, subject: str, *, queue: str = "", cb: Callable[[Msg], Awaitable[None]] | None = None
+    ) -> Subscription:
+        """Subscribe; what `cb` raises is logged and ends nothing. Raises BrokerUnavailableError on a closed connection."""
+        try:
+            return await self.nc.subscribe(subject, queue=queue, cb=cb)
+        except (NatsError, OSError) as error:
+            raise BrokerUnavailableError(f"cannot subscribe to {subject}: {error or type(error).__name__}") from None
+
+    def _too_large(self, data: bytes, headers: Mapping[str, str]) -> str:
+        # The server answers a message beyond its limit with an error that ends the connection for good.
+        size_bytes = len(data) + sum(len(name) + len(value) + 4 for name, value in headers.items()) + 16
+        limit_bytes = int(self.nc.max_payload)
+        return f"{size_bytes} bytes, the broker takes {limit_bytes}" if size_bytes > limit_bytes else ""
+
+    def new_inbox(self) -> str:
+        """A fresh inbox under this connection's prefix."""
+        return str(self.nc.new_inbox())
+
+
+@contextlib.asynccontextmanager
+async def connect(
+    url: str, settings: Settings, *, name: str, inbox_prefix: str = SERVICE_INBOX_PREFIX
+) -> AsyncIterator[Bus]:
+    """A connected `Bus`. Tries for `retry_for_s`, then raises BrokerUnavailableError with the last reason."""
+    problems: list[str] = []
+    bus_holder: list[Bus] = []
+
+    async def on_error(error: Exception) -> None:
+        problems[:] = [str(error) or type(error).__name__]
+        is_loud = bool(bus_holder) and not isinstance(error, SlowConsumerError)  # one comes with each message dropped
+        level = logging.WARNING if is_loud else logging.DEBUG
+        log.log(level, "broker connection: %s", problems[0])
+
+    async def on_closed() -> None:
+        for bus in bus_holder:
+            bus.closed.set()
+
+    async def on_reconnected() -> None:
+        log.info("connected to the broker again")
+        for bus in bus_holder:
+            for callback in bus.on_reconnect:
+                try:
+                    await callback()
+                except Exception:  # it would end the client library's reconnecting, or start it anew
+                    log.exception("a callback failed after the reconnect")
+
+    async def on_disconnected() -> None:
+        if any(not bus._is_leaving for bus in bus_holder):
+            log.warning("lost the connection to the broker; reconnecting")
+
+    nc = Client()
+    try:
+        await asyncio.wait_for(
+            nc.connect(
+                url,
+                name=name,
+                inbox_prefix=inbox_prefix.encode(),
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=_RECONNECT_WAIT_S,  # type: ignore[arg-type]  # seconds; a float works and is wanted
+                ping_interval=_PING_INTERVAL_S,
+                connect_timeout=math.ceil(settings.request_timeout_s),
+                error_cb=on_error,
+                closed_cb=on_closed,
+                reconnected_cb=on_reconnected,
+                disconnected_cb=on_disconnected,
+            ),
+            settings.retry_for_s,
+        )
+    except (TimeoutError, NatsError, OSError, ValueError) as error:
+        reason = problems[0] if problems else str(error) or type(error).__name__
+        with contextlib.suppress(NatsError, OSError):
+            await nc.close()
+        raise BrokerUnavailableError(
+            f"no NATS server answers at {_without_secrets(url)}: {reason}. Start one with `headrace up`, or set HEADRACE_NATS_URL"
+        ) from None
+    bus = Bus(nc, settings)
+    bus_holder.append(bus)
+    async with bus:
+        yield bus
+
+
+def _without_secrets(url: str) -> str:
+    scheme, separator, rest = url.rpartition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
+
+
+async def require_jetstream(bus: Bus, *, minimum: tuple[int, int]) -> str:
+    """The server's version, once it is known to have JetStream and be new enough. Raises BrokerUnsuitableError."""
+    version = str(bus.nc.connected_server_version)
+    numbers = bus.nc.connected_server_version
+    if (numbers.major, numbers.minor) < minimum:
+        raise BrokerUnsuitableError(f"the NATS server is {version}; Headrace needs {minimum[0]}.{minimum[1]} or newer")
+    try:
+        await bus.api("INFO")
+    except NotProvisionedError:
+        raise BrokerUnsuitableError(
+            "the NATS server runs without JetStream (or this user has none); start it with a `jetstream {}` block"
+        ) from None
+    except ApiRefused as refused:
+        raise BrokerUnsuitableError(f"JetStream is not usable: {refused}") from None
+    return version

@@ -1,0 +1,238 @@
+"""The job log: appends by compare-and-set, reads, and delivery to a client's inbox."""
+
+import contextlib
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+from nats.aio.msg import Msg
+from nats.errors import TimeoutError as NatsTimeoutError
+
+from headrace.bus.batchget import batch_get
+from headrace.bus.connection import (
+    ERR_CONSUMER_NOT_FOUND,
+    ERR_MESSAGE_NOT_FOUND,
+    ApiRefused,
+    Bus,
+    Stored,
+    StoreResult,
+)
+from headrace.errors import BrokerUnavailableError
+from headrace.schemas import subjects
+from headrace.schemas.events import Event, decode
+from headrace.schemas.states import JobState, fold
+
+__all__ = ["JobLog", "event_of_delivery", "event_of_republish"]
+
+_DELIVERY_IDLE_S: Final = 10
+_NANOSECONDS: Final = 1_000_000_000
+
+
+class _StoredMessage(msgspec.Struct, frozen=True):
+    seq: int
+    data: bytes = b""  # msgspec decodes base64
+    hdrs: bytes = b""
+
+
+class _StoredReply(msgspec.Struct, frozen=True):
+    message: _StoredMessage
+
+
+class _Delivered(msgspec.Struct, frozen=True):
+    consumer_seq: int = 0
+
+
+class _ConsumerCreated(msgspec.Struct, frozen=True):
+    num_pending: int = 0
+    delivered: _Delivered = _Delivered()
+
+
+class JobLog:
+    """Reads and appends events of jobs. One per process; holds no state but the connection."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._names = bus.names
+
+    async def append(self, tenant: str, event: Event, *, expected: int, ttl_s: float) -> StoreResult:
+        """Append one event if the job's last event has sequence `expected` (0: the log is empty).
+
+        All events of a job get the same `ttl_s`, so none expires before an earlier one whatever the clocks say.
+        """
+        headers = event.headers()
+        headers[subjects.HDR_EXPECTED_LAST_SUBJECT_SEQUENCE] = str(expected)
+        headers[subjects.HDR_TTL] = str(math.ceil(ttl_s))
+        result = await self._bus.store(self._names.log(tenant, event.job), event.data, headers=headers)
+        if isinstance(result, Stored) and event.is_terminal:
+            await self.announce_end(tenant, event.job)
+        return result
+
+    async def announce_end(self, tenant: str, job: str) -> None:
+        """Tell whoever keeps something for the job that it ended; a hint that may be lost."""
+        with contextlib.suppress(BrokerUnavailableError):
+            await self._bus.publish(self._names.ended(tenant, job))
+
+    async def last(self, tenant: str, job: str) -> Event | None:
+        """The last event, None for an empty log. On a replicated stream it may be a moment old."""
+        stream, subject = self._stream(job), self._names.log(tenant, job)
+        reply = await self._bus.request(f"$JS.API.DIRECT.GET.{stream}.{subject}")
+        status = (reply.headers or {}).get("Status")
+        if status is not None and status != "404":
+            raise BrokerUnavailableError(f"cannot read the log of job {job}: status {status}")
+        return event_of_direct_get(reply)
+
+    async def last_from_leader(self, tenant: str, job: str) -> Event | None:
+        """The last event by the stream's leader, so never an old one; None for an empty log."""
+        payload = {"last_by_subj": self._names.log(tenant, job)}
+        try:
+            data = await self._bus.api(f"STREAM.MSG.GET.{self._stream(job)}", payload)
+        except ApiRefused as refused:
+            if refused.err_code == ERR_MESSAGE_NOT_FOUND:
+                return None
+            raise BrokerUnavailableError(f"cannot read the log of job {job}: {refused}") from None
+        message = msgspec.json.decode(data, type=_StoredReply).message
+        headers = _parse_headers(message.hdrs)
+        return decode(headers, message.data, sequence=message.seq, last_sequence=_previous(headers))
+
+    async def read(self, tenant: str, job: str, *, from_sequence: int = 1) -> list[Event]:
+        """All events from a sequence on, in order."""
+        messages = await batch_get(
+            self._bus, self._stream(job), self._names.log(tenant, job), from_sequence=from_sequence
+        )
+        events = [event_of_direct_get(message) for message in messages]
+        return [event for event in events if event is not None]
+
+    async def state(self, tenant: str, job: str) -> JobState:
+        """What the log says, from all of it; one read where the job never started, which is nearly always."""
+        last = await self.last(tenant, job)
+        if last is None:
+            return JobState()
+        if last.kind == "accepted":  # only ever appended to an empty log
+            return fold([last])
+        return fold(await self.read(tenant, job))
+
+    async def deliver(self, tenant: str, job: str, inbox: str, *, from_sequence: int = 1) -> tuple[str, int]:
+        """Have the broker send a job's events, past and coming, to an inbox; returns the consumer's name and how many
+        events were there already.
+
+        It ends when nobody has listened there for a while, or by `stop_delivery`.
+        """
+        subject = self._names.log(tenant, job)
+        name = f"reply_{self._bus.nc._nuid.next().decode()}"
+        config: dict[str, Any] = {
+            "name": name,
+            "deliver_subject": inbox,
+            "deliver_policy": "by_start_sequence",
+            "opt_start_seq": max(from_sequence, 1),
+            "ack_policy": "none",
+            "replay_policy": "instant",
+            "filter_subject": subject,
+            "mem_storage": True,
+            "num_replicas": 1,
+            "inactive_threshold": _DELIVERY_IDLE_S * _NANOSECONDS,
+        }
+        stream = self._stream(job)
+        try:
+            data = await self._bus.api(
+                f"CONSUMER.CREATE.{stream}.{name}.{subject}",
+                {"stream_name": stream, "config": config, "action": "create"},
+            )
+        except ApiRefused as refused:
+            raise BrokerUnavailableError(f"cannot deliver job {job}: {refused}") from None
+        created = msgspec.json.decode(data, type=_ConsumerCreated)
+        return name, created.num_pending + created.delivered.consumer_seq
+
+    async def read_delivered(self, tenant: str, job: str, *, from_sequence: int = 1) -> list[Event]:
+        """Like `read`, by a short-lived consumer: a client may be permitted that for its own tenant's subjects alone."""
+        inbox = self._bus.new_inbox()
+        subscription = await self._bus.subscribe(inbox)
+        timeout_s = self._bus.settings.request_timeout_s
+        try:
+            name, number = await self.deliver(tenant, job, inbox, from_sequence=from_sequence)
+            events: list[Event] = []
+            for _ in range(number):
+                message = await subscription.next_msg(timeout_s)
+                event = event_of_delivery(message)
+                if event is not None:
+                    events.append(event)
+        except NatsTimeoutError:
+            raise BrokerUnavailableError(f"the log of job {job} was not sent within {timeout_s:g} s") from None
+        finally:
+            await subscription.unsubscribe()
+        await self.stop_delivery(job, name)
+        return events
+
+    async def stop_delivery(self, job: str, name: str) -> None:
+        """Remove a consumer made by `deliver`; fine if it is gone already."""
+        try:
+            await self._bus.api(f"CONSUMER.DELETE.{self._stream(job)}.{name}")
+        except ApiRefused as refused:
+            if refused.err_code != ERR_CONSUMER_NOT_FOUND:
+                raise BrokerUnavailableError(f"cannot remove consumer {name}: {refused}") from None
+
+    async def purge_to_last(self, tenant: str, job: str) -> None:
+        """Drop all events but the last; only ever of a job that ended, so that late readers find the whole answer."""
+        try:
+            await self._bus.api(
+                f"STREAM.PURGE.{self._stream(job)}", {"filter": self._names.log(tenant, job), "keep": 1}
+            )
+        except ApiRefused as refused:
+            raise BrokerUnavailableError(f"cannot purge the log of job {job}: {refused}") from None
+
+    def _stream(self, job: str) -> str:
+        return self._names.log_stream(self._names.shard_of(job))
+
+
+def event_of_direct_get(message: Msg) -> Event | None:
+    """The event in an answer of the direct-get API; None for a status answer."""
+    headers = message.headers or {}
+    if subjects.HDR_SEQUENCE not in headers:
+        return None
+    return decode(headers, message.data, sequence=int(headers[subjects.HDR_SEQUENCE]), last_sequence=_previous(headers))
+
+
+def event_of_republish(message: Msg) -> Event | None:
+    """The event in a message on a job's inbox; None for anything else, the router's own answers included."""
+    headers = message.headers or {}
+    if subjects.HDR_SEQUENCE not in headers or subjects.HDR_SUBJECT not in headers:
+        return None
+    try:
+        sequence, previous = int(headers[subjects.HDR_SEQUENCE]), int(headers.get(subjects.HDR_LAST_SEQUENCE, "0"))
+    except ValueError:
+        return None
+    return decode(headers, message.data, sequence=sequence, last_sequence=previous)
+
+
+def event_of_delivery(message: Msg) -> Event | None:
+    """The event in a message of a consumer made by `deliver`; None for anything else."""
+    sequence = stream_sequence(message)
+    headers = message.headers or {}
+    return decode(headers, message.data, sequence=sequence, last_sequence=_previous(headers)) if sequence else None
+
+
+def stream_sequence(message: Msg) -> int | None:
+    """Stream sequence of a message that a consumer delivered, from its ack subject; None if it has none."""
+    parts = message.reply.split(".")
+    # $JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>.<consumer seq>.<timestamp>.<pending>
+    if len(parts) != 9 or parts[:2] != ["$JS", "ACK"] or not (parts[5].isascii() and parts[5].isdigit()):
+        return None
+    return int(parts[5])
+
+
+def _previous(headers: Mapping[str, str]) -> int | None:
+    """Sequence of the event before, as the append named it; the broker took the event only because it was true.
+
+    The `Nats-Last-Sequence` of a batched answer is no such thing: it names the message before within the answer.
+    """
+    expected = headers.get(subjects.HDR_EXPECTED_LAST_SUBJECT_SEQUENCE, "")
+    return int(expected) if expected.isascii() and expected.isdigit() else None
+
+
+def _parse_headers(raw: bytes) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    for line in raw.split(b"\r\n")[1:]:
+        name, separator, value = line.partition(b":")
+        if separator:
+            headers[name.decode()] = value.strip().decode()
+    return headers

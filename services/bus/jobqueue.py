@@ -1,0 +1,297 @@
+"""The job queue of one model: publish, fetch, settle, count."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, Self
+
+import msgspec
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
+
+from headrace.bus.connection import (
+    ERR_MESSAGE_NOT_FOUND,
+    ERR_SEQUENCE_NOT_FOUND,
+    ERR_STREAM_NOT_FOUND,
+    ApiRefused,
+    Bus,
+    StoreResult,
+)
+from headrace.bus.joblog import stream_sequence
+from headrace.errors import BrokerUnavailableError, NotProvisionedError
+from headrace.schemas import subjects
+from headrace.schemas.jobs import Job, decode_job
+from headrace.schemas.subjects import QueueName
+
+__all__ = ["Delivery", "JobQueue", "QueueCounts"]
+
+log = logging.getLogger(__name__)
+
+_NANOSECONDS: Final = 1_000_000_000
+_MAX_WAITING: Final = 4096
+_ABANDONED_WAIT_S: Final = 0.5
+_ACK, _NAK, _IN_PROGRESS, _TERM = b"+ACK", b"-NAK", b"+WPI", b"+TERM"
+_NOTHING_THERE: Final = ("404", "408")
+_UNSERVED: Final = "503"
+
+QueueCounts = dict[QueueName, int]
+"""Messages per queue, waiting and running alike."""
+
+
+class _StoredMessage(msgspec.Struct, frozen=True):
+    hdrs: bytes = b""
+
+
+class _Info(msgspec.Struct, frozen=True):
+    state: "_InfoState"
+    created: str = ""
+
+
+class _InfoState(msgspec.Struct, frozen=True):
+    messages: int = 0
+    subjects: dict[str, int] | None = None
+
+
+class _ConsumerInfo(msgspec.Struct, frozen=True):
+    num_pending: int = 0
+
+
+class Delivery(msgspec.Struct, frozen=True, kw_only=True):
+    """One fetched queue message: ours until its ack wait passes without a renewal.
+
+    `job` is None where the message is none of ours; such a message must be terminated, it can never run.
+    """
+
+    queue: QueueName
+    sequence: int
+    num_delivered: int
+    job: Job | None
+    headers: Mapping[str, str]
+    ack_subject: str
+
+
+class JobQueue:
+    """Work on the stream of one model. An async context manager: inside it, fetching works.
+
+    Fetches go one at a time; a message that comes after its fetch gave up goes to `on_late`, so none is ever left
+    idle until its ack wait.
+    """
+
+    def __init__(self, bus: Bus, model: str, *, on_late: Callable[[Delivery], Awaitable[None]] | None = None) -> None:
+        self._bus = bus
+        self.model = model
+        self.stream = bus.names.jobs_stream(model)
+        self._on_late = on_late
+        self._inbox = bus.new_inbox()
+        self._subscription: Subscription | None = None
+        self._fetch_lock = asyncio.Lock()
+        self._answer: asyncio.Future[Msg] | None = None
+        self._answer_subject = ""
+        self._abandoned: asyncio.Future[Msg] | None = None
+        self._num_fetches = 0
+        self._consumers: set[QueueName] = set()
+
+    async def __aenter__(self) -> Self:
+        self._subscription = await self._bus.subscribe(f"{self._inbox}.*", cb=self._on_message)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        if self._subscription is None or self._bus.nc.is_closed:
+            return
+        if self._abandoned is not None:  # a fetch that was cancelled: what it is sent must not be lost
+            await asyncio.wait((self._abandoned,), timeout=_ABANDONED_WAIT_S)
+        with contextlib.suppress(NatsError):
+            await self._subscription.unsubscribe()
+
+    async def publish(self, job: Job, queue: QueueName, headers: Mapping[str, str]) -> StoreResult:
+        """Put a job at the tail of its queue. The same tenant and id within the dedupe window is stored once."""
+        message_headers = {**job.headers(), **headers}
+        message_headers[subjects.HDR_MSG_ID] = self._bus.names.message_id(job.tenant, job.job)
+        return await self._bus.store(self._bus.names.jobs(self.model, queue), job.body, headers=message_headers)
+
+    async def counts(self) -> QueueCounts:
+        """Messages of each queue (queued and running). Raises NotProvisionedError where the model has no stream."""
+        info = await self._info({"subjects_filter": self._bus.names.jobs_filter(self.model)})
+        counts: QueueCounts = {}
+        for subject, number in (info.state.subjects or {}).items():
+            queue = QueueName.from_subject(subject)
+            if queue is not None:
+                counts[queue] = number
+        return counts
+
+    async def exists(self) -> bool:
+        """Whether the model has a stream."""
+        try:
+            await self._info({})
+        except NotProvisionedError:
+            return False
+        return True
+
+    async def created(self) -> str:
+        """When the stream was created; a change means every lease is void."""
+        return (await self._info({})).created
+
+    async def headers_of(self, sequence: int) -> dict[str, str] | None:
+        """Headers of a queued or running message, None if it is gone."""
+        reply = await self._bus.request(f"$JS.API.DIRECT.GET.{self.stream}", msgspec.json.encode({"seq": sequence}))
+        headers = reply.headers or {}
+        return dict(headers) if headers.get(subjects.HDR_SEQUENCE) == str(sequence) else None
+
+    async def num_ahead(self, queue: QueueName, sequence: int) -> int | None:
+        """Jobs of the same queue that wait before a queued message; None if it no longer waits there."""
+        subject = self._bus.names.jobs(self.model, queue)
+        payload = {"batch": 1, "seq": sequence, "next_by_subj": subject}
+        reply = await self._bus.request(f"$JS.API.DIRECT.GET.{self.stream}", msgspec.json.encode(payload))
+        headers = reply.headers or {}
+        if headers.get(subjects.HDR_SEQUENCE) != str(sequence):
+            return None
+        try:
+            data = await self._bus.api(f"CONSUMER.INFO.{self.stream}.{queue.consumer}")
+        except ApiRefused:
+            return None
+        num_pending = msgspec.json.decode(data, type=_ConsumerInfo).num_pending
+        return max(0, num_pending - int(headers.get("Nats-Num-Pending", "0")) - 1)
+
+    async def delete(self, sequence: int) -> bool:
+        """Delete a message of a job that ended; False if it was gone. Never for a job that has not."""
+        try:
+            await self._bus.api(f"STREAM.MSG.DELETE.{self.stream}", {"seq": sequence, "no_erase": True})
+        except ApiRefused as refused:
+            if refused.err_code in (ERR_MESSAGE_NOT_FOUND, ERR_SEQUENCE_NOT_FOUND):
+                return False
+            log.info("message %d of %s is not deleted: %s", sequence, self.stream, refused)
+            return False
+        return True
+
+    async def fetch(self, queue: QueueName) -> Delivery | None:
+        """Take the next message of a queue; None if there is none.
+
+        Nothing is parked: the broker answers at once, and what it hands out is ours to run or to give back.
+        Raises BrokerUnavailableError where no answer comes.
+        """
+        async with self._fetch_lock:
+            if queue not in self._consumers:
+                await self._ensure_consumer(queue)
+            message = await self._fetch_one(queue)
+        status = (message.headers or {}).get("Status")
+        if status is None:
+            return self._delivery(message)
+        if status in _NOTHING_THERE:
+            return None
+        self._consumers.discard(queue)  # deleted, or its leader moved: look again next time
+        if status == _UNSERVED:
+            raise BrokerUnavailableError(f"consumer {queue.consumer} of {self.stream} is not served now")
+        return None
+
+    async def _fetch_one(self, queue: QueueName) -> Msg:
+        self._num_fetches += 1
+        answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        self._answer, self._answer_subject = answer, f"{self._inbox}.{self._num_fetches}"
+        timeout_s = self._bus.settings.request_timeout_s
+        try:
+            await self._bus.publish(
+                f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{queue.consumer}",
+                b'{"batch":1,"no_wait":true}',
+                reply=self._answer_subject,
+            )
+            await asyncio.wait((answer,), timeout=timeout_s)
+        except asyncio.CancelledError:
+            if answer.done():  # the job came in the very moment we were told to stop
+                await self._too_late(answer.result())
+            raise
+        finally:
+            self._answer = None
+            if not answer.done():
+                self._abandoned = answer
+        if not answer.done():
+            raise BrokerUnavailableError(f"no answer to a fetch from {queue.consumer} within {timeout_s:g} s")
+        return answer.result()
+
+    async def ack(self, delivery: Delivery) -> None:
+        """Settle: the job ended. Only ever after its terminal event is known to be stored."""
+        await self._bus.publish(delivery.ack_subject, _ACK)
+
+    async def nak(self, delivery: Delivery, *, delay_s: float = 0) -> None:
+        """Hand back: the broker redelivers it first, after `delay_s`. Wake somebody with `wake` too."""
+        body = _NAK if delay_s <= 0 else b'-NAK {"delay": %d}' % int(delay_s * _NANOSECONDS)
+        await self._bus.publish(delivery.ack_subject, body)
+
+    async def in_progress(self, delivery: Delivery) -> None:
+        """Renew: start its ack wait again."""
+        await self._bus.publish(delivery.ack_subject, _IN_PROGRESS)
+
+    async def terminate(self, delivery: Delivery) -> None:
+        """Remove a message that is no job of ours."""
+        await self._bus.publish(delivery.ack_subject, _TERM)
+
+    async def wake(self, queue: QueueName, headers: Mapping[str, str]) -> None:
+        """Wake one worker for a job that was handed back."""
+        await self._bus.publish(self._bus.names.wake(self.model, queue), headers=headers)
+
+    async def _info(self, payload: dict[str, Any]) -> _Info:
+        try:
+            return msgspec.json.decode(await self._bus.api(f"STREAM.INFO.{self.stream}", payload), type=_Info)
+        except ApiRefused as refused:
+            if refused.err_code == ERR_STREAM_NOT_FOUND:
+                raise NotProvisionedError(f"model {self.model!r} has no stream {self.stream}") from None
+            raise BrokerUnavailableError(f"{self.stream}: {refused}") from None
+
+    async def _ensure_consumer(self, queue: QueueName) -> None:
+        subject = self._bus.names.jobs(self.model, queue)
+        config = {
+            "name": queue.consumer,
+            "durable_name": queue.consumer,
+            "ack_policy": "explicit",
+            "deliver_policy": "all",
+            "filter_subject": subject,
+            "ack_wait": int(self._bus.settings.ack_wait_s * _NANOSECONDS),
+            "max_deliver": -1,
+            "max_ack_pending": -1,
+            "max_waiting": _MAX_WAITING,
+        }
+        try:
+            await self._bus.api(
+                f"CONSUMER.CREATE.{self.stream}.{queue.consumer}.{subject}",
+                {"stream_name": self.stream, "config": config},
+            )
+        except ApiRefused as refused:
+            if refused.err_code == ERR_STREAM_NOT_FOUND:
+                raise NotProvisionedError(f"model {self.model!r} has no stream {self.stream}") from None
+            raise BrokerUnavailableError(f"cannot make consumer {queue.consumer} of {self.stream}: {refused}") from None
+        self._consumers.add(queue)
+
+    async def _on_message(self, message: Msg) -> None:
+        # A job keeps its own subject on this inbox; only status answers carry the fetch's. With one fetch at a time
+        # a job is that fetch's answer, or comes too late.
+        is_status = message.subject.startswith(self._inbox)
+        answer = self._answer
+        if answer is not None and not answer.done() and (not is_status or message.subject == self._answer_subject):
+            answer.set_result(message)
+            return
+        if not is_status:
+            await self._too_late(message)
+        if self._abandoned is not None and not self._abandoned.done():
+            self._abandoned.set_result(message)
+
+    async def _too_late(self, message: Msg) -> None:
+        delivery = self._delivery(message)
+        if delivery is not None and self._on_late is not None:
+            await self._on_late(delivery)
+
+    def _delivery(self, message: Msg) -> Delivery | None:
+        sequence = stream_sequence(message)
+        parts = message.reply.split(".")
+        queue = QueueName.from_consumer(parts[3]) if sequence is not None else None
+        if sequence is None or queue is None:
+            return None
+        headers = message.headers or {}
+        return Delivery(
+            queue=queue,
+            sequence=sequence,
+            num_delivered=int(parts[4]),
+            job=decode_job(headers, message.data),
+            headers=headers,
+            ack_subject=message.reply,
+        )

@@ -1,0 +1,192 @@
+"""Streams and buckets of a deployment: made where missing, changed where they differ, refused where they cannot be."""
+
+import logging
+from typing import Any, Final, Literal
+
+import msgspec
+
+from headrace.bus.connection import ERR_STREAM_NOT_FOUND, ApiRefused, Bus, require_jetstream
+from headrace.errors import BrokerUnavailableError, BrokerUnsuitableError, NotProvisionedError
+from headrace.schemas.subjects import Names
+from headrace.settings import Settings
+
+__all__ = ["MINIMUM_SERVER", "Provisioned", "ensure_jobs_stream", "ensure_provisioned", "provision"]
+
+log = logging.getLogger(__name__)
+
+MINIMUM_SERVER: Final = (2, 12)
+"""Per-message TTL, delete markers and batched direct get; older servers ignore unknown settings in silence."""
+
+_NANOSECONDS: Final = 1_000_000_000
+_MAX_LOG_CONSUMERS: Final = 100_000
+"""The server's default of 1,000 would bound the clients that wait on inboxes of their own."""
+_MARKER_TTL_S: Final = 60
+_CONFIG_HISTORY: Final = 8
+
+Action = Literal["created", "changed", "unchanged"]
+StreamConfig = dict[str, Any]
+
+
+class Provisioned(msgspec.Struct, frozen=True):
+    """What became of one stream; `changes` are `field: old → new`."""
+
+    stream: str
+    action: Action
+    changes: tuple[str, ...] = ()
+
+
+class _InfoReply(msgspec.Struct, frozen=True):
+    config: dict[str, Any]
+
+
+async def provision(bus: Bus, *, models: tuple[str, ...] = ()) -> list[Provisioned]:
+    """Bring all streams and buckets, and the job streams of `models`, to the settings. Idempotent.
+
+    Raises BrokerUnsuitableError where the server is too old or something cannot be changed in place.
+    """
+    await require_jetstream(bus, minimum=MINIMUM_SERVER)
+    configs = _deployment_streams(bus.names, bus.settings)
+    configs += [jobs_stream(bus.names, bus.settings, model) for model in models]
+    return [await _ensure(bus, config) for config in configs]
+
+
+async def ensure_provisioned(bus: Bus) -> None:
+    """Make what is missing and leave alone what is there; what every service does at its start."""
+    await require_jetstream(bus, minimum=MINIMUM_SERVER)
+    for config in _deployment_streams(bus.names, bus.settings):
+        if await _current(bus, config) is None:
+            log.info("stream %s is missing; making it", config["name"])
+            await _create(bus, config)
+
+
+async def ensure_jobs_stream(bus: Bus, model: str) -> None:
+    """Make a model's job stream if it has none; from then on the model is known."""
+    config = jobs_stream(bus.names, bus.settings, model)
+    if await _current(bus, config) is None:
+        await _create(bus, config)
+
+
+def jobs_stream(names: Names, settings: Settings, model: str) -> StreamConfig:
+    """The job stream of one model: a bounded work queue that refuses when full and never drops."""
+    return {
+        "name": names.jobs_stream(model),
+        "subjects": [names.jobs_filter(model)],
+        "retention": "workqueue",
+        "storage": "file",
+        "num_replicas": settings.replicas,
+        "max_msgs": settings.queue_limit,
+        "discard": "new",
+        "duplicate_window": int(settings.max_queue_timeout_s * _NANOSECONDS),
+        "allow_direct": True,
+        "republish": {"src": names.jobs_filter(model), "dest": names.wake_filter(model), "headers_only": True},
+    }
+
+
+def _deployment_streams(names: Names, settings: Settings) -> list[StreamConfig]:
+    logs = [_log_stream(names, settings, shard) for shard in range(names.num_shards)]
+    dead = {
+        "name": names.dead_stream,
+        "subjects": [names.dead_filter()],
+        "retention": "limits",
+        "storage": "file",
+        "num_replicas": settings.replicas,
+        "discard": "new",
+        "allow_direct": True,
+    }
+    workers = _bucket(names.workers_bucket, settings, history=1) | {
+        "allow_msg_ttl": True,
+        "subject_delete_marker_ttl": _MARKER_TTL_S * _NANOSECONDS,
+    }
+    return [*logs, dead, workers, _bucket(names.config_bucket, settings, history=_CONFIG_HISTORY)]
+
+
+def _log_stream(names: Names, settings: Settings, shard: int) -> StreamConfig:
+    # No max_age, no discard-old limit, no delete markers: the fence stands on the last sequence of each subject.
+    return {
+        "name": names.log_stream(shard),
+        "subjects": [names.log_filter(shard)],
+        "retention": "limits",
+        "storage": "file",
+        "num_replicas": settings.replicas,
+        "discard": "new",
+        "allow_direct": True,
+        "allow_msg_ttl": True,
+        "max_consumers": _MAX_LOG_CONSUMERS,
+        "duplicate_window": _NANOSECONDS,
+        "republish": {"src": names.log_filter(shard), "dest": "_INBOX.{{wildcard(1)}}.{{wildcard(2)}}"},
+    }
+
+
+def _bucket(bucket: str, settings: Settings, *, history: int) -> StreamConfig:
+    # As the key-value ADR (ADR-8) lays a bucket out.
+    return {
+        "name": f"KV_{bucket}",
+        "subjects": [f"$KV.{bucket}.>"],
+        "retention": "limits",
+        "storage": "file",
+        "num_replicas": settings.replicas,
+        "max_msgs_per_subject": history,
+        "discard": "new",
+        "allow_direct": True,
+        "allow_rollup_hdrs": True,
+        "deny_delete": True,
+    }
+
+
+async def _ensure(bus: Bus, config: StreamConfig) -> Provisioned:
+    name = config["name"]
+    current = await _current(bus, config)
+    if current is None:
+        await _create(bus, config)
+        return Provisioned(name, "created")
+    changes = tuple(
+        f"{key}: {_short(current.get(key))} → {_short(value)}"
+        for key, value in config.items()
+        if not _same(current.get(key), value)
+    )
+    if not changes:
+        return Provisioned(name, "unchanged")
+    try:
+        await bus.api(f"STREAM.UPDATE.{name}", {**current, **config})
+    except ApiRefused as refused:
+        raise BrokerUnsuitableError(
+            f"stream {name} differs and cannot be changed in place ({'; '.join(changes)}): {refused}. "
+            "Drain it and remove it, or use another HEADRACE_PREFIX"
+        ) from None
+    return Provisioned(name, "changed", changes)
+
+
+async def _current(bus: Bus, config: StreamConfig) -> StreamConfig | None:
+    name = config["name"]
+    try:
+        data = await bus.api(f"STREAM.INFO.{name}")
+    except ApiRefused as refused:
+        if refused.err_code == ERR_STREAM_NOT_FOUND:
+            return None
+        raise BrokerUnavailableError(f"stream {name}: {refused}") from None
+    except NotProvisionedError:
+        raise BrokerUnsuitableError("JetStream does not answer") from None
+    current = msgspec.json.decode(data, type=_InfoReply).config
+    if current.get("subjects") != config["subjects"]:  # `a.b` and `A_b` have the same upper case
+        raise BrokerUnsuitableError(
+            f"stream {name} is another deployment's: it has the subjects {_short(current.get('subjects'))}. "
+            "Use another HEADRACE_PREFIX"
+        )
+    return current
+
+
+async def _create(bus: Bus, config: StreamConfig) -> None:
+    try:
+        await bus.api(f"STREAM.CREATE.{config['name']}", config, timeout_s=bus.settings.retry_for_s)
+    except ApiRefused as refused:
+        raise BrokerUnsuitableError(f"cannot make stream {config['name']}: {refused}") from None
+
+
+def _same(current: Any, wanted: Any) -> bool:
+    if isinstance(wanted, dict):
+        return isinstance(current, dict) and all(_same(current.get(key), value) for key, value in wanted.items())
+    return bool(current == wanted)
+
+
+def _short(value: Any) -> str:
+    return msgspec.json.encode(value).decode()[:80]

@@ -1,0 +1,115 @@
+"""The NATS services protocol (`$SRV.PING|INFO|STATS`) for our processes, and endpoints that handle requests side by side."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+import msgspec
+import nats.micro
+from nats.micro.request import Request
+
+from headrace import __version__
+from headrace.bus.connection import Bus
+from headrace.schemas import subjects
+from headrace.schemas.refusals import Refusal
+
+__all__ = ["Endpoint", "IncomingRequest", "answering", "refuse", "reply_with"]
+
+log = logging.getLogger(__name__)
+
+_MAX_CONCURRENT = 512
+"""Requests one process handles at once; more wait in the client library's bounded buffer."""
+
+
+class IncomingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request as received. `reply` is empty where the sender wants no answer."""
+
+    subject: str
+    reply: str
+    data: bytes
+    headers: Mapping[str, str]
+
+
+Handler = Callable[[IncomingRequest], Awaitable[None]]
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One endpoint: its name in the protocol, the subject it listens on, and what handles its requests."""
+
+    name: str
+    subject: str
+    handler: Handler
+    queue_group: str = "q"
+
+
+@contextlib.asynccontextmanager
+async def answering(
+    bus: Bus, name: str, endpoints: list[Endpoint], *, description: str, metadata: Mapping[str, str] | None = None
+) -> AsyncIterator[None]:
+    """Answer requests inside this context; at its end, those under way are finished first.
+
+    A handler that raises costs its own request alone: it is logged and answered with `internal`.
+    """
+    slots = asyncio.Semaphore(_MAX_CONCURRENT)
+    async with asyncio.TaskGroup() as group:
+
+        def endpoint_handler(handler: Handler) -> Callable[[Request], Awaitable[None]]:
+            async def handle(request: Request) -> None:
+                incoming = IncomingRequest(
+                    subject=request.subject,
+                    reply=request._msg.reply,
+                    data=request.data,
+                    headers=request.headers or {},
+                )
+                await slots.acquire()
+                task = group.create_task(_guarded(bus, handler, incoming))
+                task.add_done_callback(lambda _: slots.release())
+
+            return handle
+
+        service = await nats.micro.add_service(
+            bus.nc,
+            name=name,
+            version=__version__,
+            description=description,
+            metadata=dict(metadata or {}),
+        )
+        try:
+            for endpoint in endpoints:
+                await service.add_endpoint(
+                    name=endpoint.name,
+                    subject=endpoint.subject,
+                    handler=endpoint_handler(endpoint.handler),
+                    queue_group=endpoint.queue_group,
+                )
+            await bus.nc.flush()
+            yield
+        finally:
+            if bus.is_connected:
+                await service.stop()
+
+
+async def reply_with(
+    bus: Bus, request: IncomingRequest, body: object, headers: Mapping[str, str] | None = None
+) -> None:
+    """Answer with a JSON body, if an answer is wanted."""
+    if request.reply:
+        await bus.publish(request.reply, msgspec.json.encode(body), headers=headers)
+
+
+async def refuse(bus: Bus, request: IncomingRequest, refusal: Refusal) -> None:
+    """Answer with an `error` event in OpenAI's form."""
+    headers = {subjects.HDR_EVENT: "error"}
+    if refusal.retry_after_s is not None:
+        headers[subjects.HDR_RETRY_AFTER] = str(refusal.retry_after_s)
+    await reply_with(bus, request, refusal.body(), headers)
+
+
+async def _guarded(bus: Bus, handler: Handler, request: IncomingRequest) -> None:
+    try:
+        await handler(request)
+    except Exception:
+        log.exception("a request on %s failed", request.subject)
+        with contextlib.suppress(Exception):
+            await refuse(bus, request, Refusal(code="internal", message="the request could not be handled"))

@@ -1,0 +1,110 @@
+"""The command `headrace`: which commands there are, and how every one of them ends when something is wrong."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any, Final
+
+import click
+
+from headrace import __version__
+from headrace.cli.options import group_options
+from headrace.errors import ConfigError, HeadraceError
+
+__all__ = ["command", "main"]
+
+EXIT_FAILED: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_INTERRUPTED: Final = 130
+
+_MAX_ERROR_CHARS: Final = 2000
+
+_COMMANDS: Final = {
+    "up": "headrace.cli.up:up",
+    "demo": "headrace.cli.demo:demo",
+    "ask": "headrace.cli.ask:ask",
+    "status": "headrace.cli.status:status",
+    "jobs": "headrace.cli.jobs:jobs",
+    "serve": "headrace.cli.serve:serve",
+    "provision": "headrace.cli.provision:provision",
+}
+"""In the order of the help; each is imported when it is used, so that no command waits for what others need."""
+
+
+class _Commands(click.Group):
+    """Commands imported on use; expected errors become one line on stderr and an exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, name = _COMMANDS[cmd_name].partition(":")
+        found = getattr(importlib.import_module(module), name)
+        assert isinstance(found, click.Command)
+        return found
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            _say(error)
+            ctx.exit(EXIT_USAGE)
+        except HeadraceError as error:
+            _say(error)
+            ctx.exit(EXIT_FAILED)
+        except ExceptionGroup as group:  # a task group's failure; its leaves are what went wrong
+            expected, unexpected = group.split(HeadraceError)
+            if expected is None or unexpected is not None:
+                raise
+            error = next(_leaves(expected))
+            _say(error)
+            ctx.exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED)
+        except KeyboardInterrupt:
+            ctx.exit(EXIT_INTERRUPTED)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="headrace")
+@group_options
+def command() -> None:
+    """LLM requests brought to GPUs at the rate their memory can take, over NATS JetStream.
+
+    \b
+    First steps:
+      headrace demo                       see it work: a real model, two questions, a few seconds
+      headrace up                         start everything on this machine, with a small model
+      headrace ask "What is a headrace?"  ask it, from another terminal
+      headrace status                     who works, what waits
+
+    \b
+    Onwards:
+      headrace up --engine openai --model NAME -o url=http://localhost:8000     your own vLLM, SGLang, llama.cpp
+      HEADRACE_NATS_URL=nats://host:4222 headrace serve worker --help           the parts, one by one, on any machine
+
+    Settings come from the TOML file that HEADRACE_CONFIG names, then HEADRACE_* variables, then flags.
+    Exit codes: 0 success, 1 failure, 2 wrong usage or setting, 130 interrupted.
+    """
+
+
+def main() -> None:
+    """Run the command line of this process and exit."""
+    command(prog_name="headrace")
+
+
+def _leaves(group: ExceptionGroup[HeadraceError]) -> Iterator[HeadraceError]:
+    for error in group.exceptions:
+        if isinstance(error, ExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+def _say(error: HeadraceError) -> None:
+    """The error on one line: what a message may quote from elsewhere cannot break out of it."""
+    text = " | ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
+    shown = "".join(char if char.isprintable() else "?" for char in text)
+    if len(shown) > _MAX_ERROR_CHARS:
+        shown = shown[: _MAX_ERROR_CHARS - 1] + "…"
+    print(f"headrace: {shown}", file=sys.stderr, flush=True)

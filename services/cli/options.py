@@ -1,0 +1,97 @@
+"""Options that every command has, and the settings and the broker they lead to."""
+
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+import msgspec
+
+from headrace.bus.connection import Bus, connect
+from headrace.bus.server import discover
+from headrace.errors import BrokerUnavailableError
+from headrace.settings import Settings, load
+
+__all__ = ["broker_url", "connected", "group_options", "parse_assignments", "with_settings"]
+
+_ONE_SHOT_RETRY_S: Final = 3.0
+"""How long a command that answers at once tries to reach the broker; services try for `retry_for_s`."""
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_OPTIONS: Final = (
+    click.option("--nats-url", metavar="URL", help="Broker to use; default: the one `headrace up` started."),
+    click.option("--prefix", metavar="PREFIX", help="Deployment prefix; default headrace.v1."),
+    click.option("--state-dir", metavar="DIR", help="Where the embedded broker keeps its store."),
+    click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Default info."),
+)
+_KEYS: Final = ("nats_url", "prefix", "state_dir", "log_level")
+
+
+def group_options(function: _F) -> Callable[..., Any]:
+    """Take the options before the command's name too: `headrace --nats-url URL status`."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        click.get_current_context().obj = {key: kwargs.pop(key) for key in _KEYS}
+        return function(*args, **kwargs)
+
+    return _with_options(wrapper)
+
+
+def with_settings(function: _F) -> Callable[..., Any]:
+    """Give the command its `Settings` as first argument, with the options on both sides of its name applied.
+
+    The option nearest to the arguments wins. Raises ConfigError.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        flags = dict(click.get_current_context().find_root().obj or {})
+        flags |= {key: value for key in _KEYS if (value := kwargs.pop(key)) is not None}
+        return function(load(flags), *args, **kwargs)
+
+    return _with_options(wrapper)
+
+
+def broker_url(settings: Settings) -> str:
+    """The broker's URL: the setting, else the embedded broker of the state directory.
+
+    Raises BrokerUnavailableError where neither is there.
+    """
+    if settings.nats_url is not None:
+        return settings.nats_url
+    info = discover(Path(settings.state_dir))
+    if info is None:
+        raise BrokerUnavailableError(
+            f"no broker: none runs on {settings.state_dir}. Start one with `headrace up`, "
+            "or name one with HEADRACE_NATS_URL or --nats-url"
+        )
+    return info.url
+
+
+@contextlib.asynccontextmanager
+async def connected(settings: Settings, *, name: str = "headrace-cli") -> AsyncIterator[Bus]:
+    """A connection for a command that answers at once; gives up on a silent broker after a few seconds."""
+    hasty = msgspec.structs.replace(settings, retry_for_s=min(settings.retry_for_s, _ONE_SHOT_RETRY_S))
+    async with connect(broker_url(settings), hasty, name=name) as bus:
+        yield bus
+
+
+def parse_assignments(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    """`key=value` strings as a mapping; a callback for click. The last of equal keys wins."""
+    parsed: dict[str, str] = {}
+    for text in values:
+        key, separator, value = text.partition("=")
+        if not separator or not key:
+            raise click.BadParameter(f"{text[:60]!r} is not key=value", ctx=ctx, param=param)
+        parsed[key.strip().replace("-", "_")] = value
+    return parsed
+
+
+def _with_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function

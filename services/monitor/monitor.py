@@ -1,0 +1,121 @@
+"""A monitor process: follows the heartbeats, logs what changes, answers what it sees. Any number may run; none leads."""
+
+import asyncio
+import logging
+from typing import Final
+
+import msgspec
+
+from headrace.bus.connection import Bus
+from headrace.bus.heartbeats import WorkersView
+from headrace.bus.overview import list_workers, overview
+from headrace.bus.provision import ensure_provisioned
+from headrace.bus.services import Endpoint, IncomingRequest, answering, refuse, reply_with
+from headrace.errors import BrokerError, BrokerUnavailableError
+from headrace.lifecycle import wait_first
+from headrace.monitor.changes import Change, changes_between, live_beats
+from headrace.monitor.lost import LostWorkers
+from headrace.schemas.refusals import Refusal
+from headrace.schemas.workers import Heartbeat
+
+__all__ = ["SERVICE_NAME", "run_monitor"]
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME: Final = "headrace-monitor"
+"""Its name in the NATS services protocol."""
+
+_LOOK_S: Final = 1.0
+"""Longest wait for a push before it looks by itself."""
+
+
+async def run_monitor(bus: Bus, *, stop: asyncio.Event) -> None:
+    """Watch until `stop` is set.
+
+    Goes on through a broker's restart. Raises BrokerError where the broker cannot be used at the start, or the
+    connection was given up for good.
+    """
+    await ensure_provisioned(bus)
+    monitor = _Monitor(bus)
+    view = WorkersView(bus)
+    endpoint = Endpoint(name="state", subject=bus.names.monitor_state(), handler=monitor.answer)
+    bus.on_reconnect.append(monitor.on_reconnect)
+    try:
+        async with view.running(), answering(bus, SERVICE_NAME, [endpoint], description="Watches Headrace's workers"):
+            log.info("watching %s", bus.names.workers_bucket)
+            while not stop.is_set():
+                await monitor.look(view)
+                await wait_first(stop, view.changed, bus.closed, monitor.reconnected, timeout_s=_LOOK_S)
+                view.changed.clear()
+                if bus.closed.is_set() and not stop.is_set():
+                    raise BrokerUnavailableError("the connection to the broker was given up; start the monitor again")
+                if monitor.reconnected.is_set():
+                    await monitor.after_reconnect()
+    finally:
+        bus.on_reconnect.remove(monitor.on_reconnect)
+
+
+class _Monitor:
+    """What one monitor knows: the live workers at its last look, and those it saw go."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._known: dict[str, Heartbeat] = {}
+        self._lost = LostWorkers()
+        self.reconnected = asyncio.Event()
+
+    async def on_reconnect(self) -> None:
+        """The broker is back; told by the connection, which must not be kept waiting."""
+        self.reconnected.set()
+
+    async def after_reconnect(self) -> None:
+        """Make what a broker that lost its store no longer has; the view lists the workers anew by itself."""
+        self.reconnected.clear()
+        try:
+            await ensure_provisioned(self._bus)
+        except BrokerError as error:
+            log.warning("cannot check the streams after a reconnect: %s", error)
+
+    async def look(self, view: WorkersView) -> None:
+        """Compare the view with the last look; log and remember the differences."""
+        now = live_beats(view.workers)
+        gone = [worker for worker, beat in self._known.items() if worker not in now or now[worker].epoch != beat.epoch]
+        if gone and not view.is_fresh:
+            return  # the broker does not answer: silence says nothing about the workers
+        left: set[str] = set()
+        if gone:
+            try:
+                _, ended = await list_workers(self._bus)
+            except BrokerError:
+                return
+            left = {worker.id for worker in ended if worker.ending == "left"}
+        for change in changes_between(self._known, now, left=left):
+            _log_change(change)
+            self._lost.take(change)
+        self._known = now
+
+    async def answer(self, request: IncomingRequest) -> None:
+        """Answer what `status --json` would print, with what this monitor remembers of the workers that are gone."""
+        try:
+            now = await overview(self._bus)
+        except BrokerError as error:
+            await refuse(self._bus, request, Refusal(code="internal", message=str(error)))
+            return
+        await reply_with(self._bus, request, msgspec.structs.replace(now, gone=self._lost.merged_with(now.gone)))
+
+
+def _log_change(change: Change) -> None:
+    if change.now is not None and change.before is None:
+        beat = change.now
+        log.info(
+            "worker %s appeared: %s, engine %s, model %s, %d KV tokens, up to %d at once",
+            change.worker, beat.state, beat.engine, beat.model, beat.kv_capacity_tokens, beat.max_concurrency,
+        )
+    elif change.now is not None and change.before is not None:
+        because = f": {change.now.reason}" if change.now.reason else ""
+        level = logging.WARNING if change.now.state == "Failed" else logging.INFO
+        log.log(level, "worker %s: %s → %s%s", change.worker, change.before.state, change.now.state, because)
+    elif change.before is not None and change.kind == "left":
+        log.info("worker %s left", change.worker)
+    elif change.before is not None:
+        log.warning("worker %s expired; it held %d requests", change.worker, len(change.before.held))

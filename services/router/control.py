@@ -1,0 +1,189 @@
+"""Status of a job, and its cancelling (table C)."""
+
+import logging
+import time
+from typing import Final
+
+import msgspec
+
+from headrace.bus.connection import Bus, Stored
+from headrace.bus.joblog import JobLog
+from headrace.bus.services import IncomingRequest, refuse, reply_with
+from headrace.errors import BrokerError
+from headrace.lifecycle import Backoff
+from headrace.router.models import Models
+from headrace.router.position import eta_s, position, waiting_of
+from headrace.schemas import events, subjects
+from headrace.schemas.events import Event
+from headrace.schemas.jobs import CancelRequest, Job, JobStatus, decode_job
+from headrace.schemas.refusals import Refusal
+from headrace.schemas.states import JobState
+from headrace.schemas.subjects import QueueName, is_job_id, is_model_name, is_name
+from headrace.schemas.workers import WorkerNudge
+
+__all__ = ["Control"]
+
+log = logging.getLogger(__name__)
+
+_RETRY_FIRST_S: Final = 0.01
+_RETRY_MAX_S: Final = 0.5
+
+
+class Control:
+    """Answers status and cancel requests; any router can, the log decides."""
+
+    def __init__(self, bus: Bus, models: Models) -> None:
+        self._bus = bus
+        self._log = JobLog(bus)
+        self._models = models
+
+    async def status(self, incoming: IncomingRequest) -> None:
+        """Answer with the job's `JobStatus`, or `job_not_found`."""
+        found = _job_of(incoming.subject)
+        if found is None:
+            await refuse(self._bus, incoming, _not_found())
+            return
+        tenant, job = found
+        state = await self._log.state(tenant, job)
+        if state.last is None:
+            await refuse(self._bus, incoming, _not_found())
+            return
+        queued = None if state.is_terminal else await self._message(tenant, job, state)
+        if queued is not None and time.time() > queued.deadline_at:
+            await self._append(tenant, state, _overdue(queued, state), queued)
+            state = await self._log.state(tenant, job)
+        await reply_with(self._bus, incoming, await self._describe(tenant, job, state))
+
+    async def cancel(self, incoming: IncomingRequest) -> None:
+        """Append `cancelled` unless the job ended already; answer with what it is now."""
+        found = _job_of(incoming.subject)
+        wish = _cancel_request(incoming.data)
+        if found is None or wish is None:
+            refusal = _not_found() if found is None else _bad_body()
+            await refuse(self._bus, incoming, refusal)
+            return
+        tenant, job = found
+        retries = Backoff(first_s=_RETRY_FIRST_S, max_s=_RETRY_MAX_S, for_s=self._bus.settings.retry_for_s)
+        while not retries.is_over:
+            state = await self._log.state(tenant, job)
+            if state.is_terminal:
+                await reply_with(self._bus, incoming, await self._describe(tenant, job, state))
+                return
+            state = _with_wish(state, wish)
+            queued = await self._message(tenant, job, state)
+            if state.last is None and queued is None:
+                await refuse(self._bus, incoming, _not_found())
+                return
+            event = events.ended(
+                "cancelled",
+                job,
+                attempt=state.attempt,
+                offset=state.num_tokens,
+                error=None,
+                body_hash=queued.body_hash if queued is not None else state.body_hash,
+            )
+            if await self._append(tenant, state, event, queued):
+                await self._after_end(tenant, job, state, queued)
+                after = await self._log.state(tenant, job)
+                await reply_with(self._bus, incoming, await self._describe(tenant, job, after))
+                return
+            await retries.pause()
+        await refuse(self._bus, incoming, Refusal(code="internal", message="the broker gave no clear answer in time"))
+
+    async def _append(self, tenant: str, state: JobState, event: Event, queued: Job | None) -> bool:
+        # Longer than needed is harmless, shorter would break the fence; the longest deadline is the safe guess.
+        deadline_s = queued.deadline_s if queued is not None else self._bus.settings.max_deadline_s
+        ttl_s = deadline_s + self._bus.settings.log_retention_s
+        return isinstance(await self._log.append(tenant, event, expected=state.sequence, ttl_s=ttl_s), Stored)
+
+    async def _after_end(self, tenant: str, job: str, state: JobState, queued: Job | None) -> None:
+        if queued is not None and state.queue_sequence is not None:
+            await self._models.queue(queued.model).delete(state.queue_sequence)
+        if state.owner is not None:
+            nudge = WorkerNudge(kind="cancelled", tenant=tenant, job=job)
+            await self._bus.publish(self._bus.names.ctl(state.owner.worker), msgspec.json.encode(nudge))
+
+    async def _message(self, tenant: str, job: str, state: JobState) -> Job | None:
+        """The job's queue message, checked to be its own (subjects are shared); None if it is not there."""
+        if not state.model or state.queue_sequence is None:
+            return None
+        headers = await self._message_headers(state.model, state.queue_sequence)
+        if headers is None or headers.get(subjects.HDR_MSG_ID) != self._bus.names.message_id(tenant, job):
+            return None
+        return decode_job(headers, b"")
+
+    async def _message_headers(self, model: str, sequence: int) -> dict[str, str] | None:
+        if not await self._models.is_known(model):
+            return None
+        return await self._models.queue(model).headers_of(sequence)
+
+    async def _describe(self, tenant: str, job: str, state: JobState) -> JobStatus:
+        status = JobStatus(
+            job=job,
+            state=state.state,
+            attempt=state.attempt,
+            num_tokens=state.num_tokens,
+            worker=state.owner.worker if state.owner is not None else None,
+        )
+        if state.state == "queued":
+            return await self._with_position(status, state)
+        if state.state in ("failed", "expired") and state.last is not None:
+            return msgspec.structs.replace(status, error=msgspec.Raw(state.last.data))
+        if state.last is not None and state.is_terminal and state.last.owner is not None:
+            return msgspec.structs.replace(status, worker=state.last.owner.worker)
+        return status
+
+    async def _with_position(self, status: JobStatus, state: JobState) -> JobStatus:
+        if not state.model or state.queue_sequence is None:
+            return status
+        try:
+            headers = await self._message_headers(state.model, state.queue_sequence)
+            queue = QueueName.from_subject((headers or {}).get(subjects.HDR_SUBJECT, ""))
+            if queue is None:
+                return status
+            num_ahead = await self._models.queue(state.model).num_ahead(queue, state.queue_sequence)
+            workers = self._models.workers_of(state.model, queue.pool)
+            waiting = waiting_of(await self._models.counts(state.model), workers)
+        except BrokerError as error:
+            log.info("the position of job %s is not known: %s", status.job, error)
+            return status
+        before = position(waiting, queue, num_ahead=num_ahead or 0)
+        return msgspec.structs.replace(status, position=before, eta_s=eta_s(before, workers))
+
+
+def _job_of(subject: str) -> tuple[str, str] | None:
+    tenant, job = subject.split(".")[-2:]
+    return (tenant, job) if is_name(tenant) and is_job_id(job) else None
+
+
+def _cancel_request(data: bytes) -> CancelRequest | None:
+    if not data.strip():
+        return CancelRequest()
+    try:
+        wish = msgspec.json.decode(data, type=CancelRequest)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    if wish.model is not None and not is_model_name(wish.model):
+        return None
+    return wish
+
+
+def _with_wish(state: JobState, wish: CancelRequest) -> JobState:
+    return msgspec.structs.replace(
+        state, queue_sequence=state.queue_sequence or wish.sequence, model=state.model or wish.model or ""
+    )
+
+
+def _overdue(job: Job, state: JobState) -> Event:
+    refusal = Refusal(code="deadline_exceeded", message=f"the deadline of {job.deadline_s:g} s has passed")
+    return events.ended(
+        "failed", job.job, attempt=state.attempt, offset=state.num_tokens, error=refusal, body_hash=job.body_hash
+    )
+
+
+def _not_found() -> Refusal:
+    return Refusal(code="job_not_found", message="no such job, or its log has expired")
+
+
+def _bad_body() -> Refusal:
+    return Refusal(code="invalid_value", message='the body must be empty or {"sequence": N, "model": NAME}')

@@ -1,0 +1,77 @@
+"""Clients on inboxes of their own: the broker sends them their job's events, and a router cleans up after the end."""
+
+import asyncio
+import logging
+import time
+from typing import Final
+
+from nats.aio.msg import Msg
+
+from headrace.bus.connection import Bus
+from headrace.bus.joblog import JobLog
+from headrace.errors import BrokerError
+from headrace.schemas.subjects import is_job_id, is_name
+
+__all__ = ["Deliveries"]
+
+log = logging.getLogger(__name__)
+
+_LINGER_S: Final = 2.0
+"""How long after a job's end its deliveries stay, so that a slow one is complete; the broker ends idle ones anyway."""
+_MAX_KEPT: Final = 100_000
+_TICK_S: Final = 0.5
+
+
+class Deliveries:
+    """One ephemeral consumer per waiting inbox; nothing passes through the router.
+
+    It remembers what it made only to remove it early. A router that dies leaves consumers that end when their clients
+    go; with more than `_MAX_KEPT` at once the oldest are left to that too.
+    """
+
+    def __init__(self, bus: Bus, job_log: JobLog) -> None:
+        self._bus = bus
+        self._log = job_log
+        self._kept: dict[tuple[str, str], list[str]] = {}
+        self._ended: list[tuple[float, tuple[str, str]]] = []
+
+    async def add(self, tenant: str, job: str, inbox: str) -> None:
+        """Send the job's events, from the first, to an inbox."""
+        name, _ = await self._log.deliver(tenant, job, inbox)
+        key = (tenant, job)
+        self._kept.setdefault(key, []).append(name)
+        if len(self._kept) > _MAX_KEPT:
+            self._kept.pop(next(iter(self._kept)))
+        last = await self._log.last(tenant, job)
+        if last is not None and last.is_terminal:  # its end may have been announced before we listened for it
+            self._note_end(key)
+
+    async def run(self) -> None:
+        """Remove deliveries of jobs that ended, until cancelled."""
+        subscription = await self._bus.subscribe(self._bus.names.ended("*", "*"), cb=self._on_ended)
+        try:
+            while True:
+                await asyncio.sleep(_TICK_S)
+                await self._remove_due(time.monotonic())
+        finally:
+            if not self._bus.nc.is_closed:
+                await subscription.unsubscribe()
+
+    async def _on_ended(self, message: Msg) -> None:
+        tenant, job = message.subject.split(".")[-2:]
+        if is_name(tenant) and is_job_id(job):
+            self._note_end((tenant, job))
+
+    def _note_end(self, key: tuple[str, str]) -> None:
+        if key in self._kept:
+            self._ended.append((time.monotonic() + _LINGER_S, key))
+
+    async def _remove_due(self, now: float) -> None:
+        due = [key for at, key in self._ended if at <= now]
+        self._ended = [entry for entry in self._ended if entry[0] > now]
+        for key in due:
+            for name in self._kept.pop(key, []):
+                try:
+                    await self._log.stop_delivery(key[1], name)
+                except BrokerError as error:
+                    log.info("delivery %s is left to the broker: %s", name, error)

@@ -1,0 +1,84 @@
+"""Which models a router knows, and what their workers can carry."""
+
+import time
+from typing import Final
+
+from headrace.bus.connection import Bus
+from headrace.bus.heartbeats import WorkersView
+from headrace.bus.jobqueue import JobQueue, QueueCounts
+from headrace.schemas.subjects import DEFAULT_POOL, QueueName
+from headrace.schemas.workers import Heartbeat
+
+__all__ = ["Models"]
+
+_KNOWN_FOR_S: Final = 60.0
+_UNKNOWN_FOR_S: Final = 1.0
+_COUNTS_FOR_S: Final = 0.1
+_MAX_REMEMBERED: Final = 4_096
+
+
+class Models:
+    """Known models by their streams, remembered briefly; an unknown one is asked for again after a second."""
+
+    def __init__(self, bus: Bus, workers: WorkersView) -> None:
+        self._bus = bus
+        self._workers = workers
+        self._queues: dict[str, JobQueue] = {}
+        self._answers: dict[str, tuple[float, bool]] = {}
+        self._counts: dict[str, tuple[float, QueueCounts]] = {}
+
+    async def is_known(self, model: str) -> bool:
+        """Whether the model has a job stream."""
+        now = time.monotonic()
+        known = self._answers.get(model)
+        if known is not None and now < known[0]:
+            return known[1]
+        exists = await self.queue(model).exists()
+        if len(self._answers) >= _MAX_REMEMBERED:  # clients choose the names, so the memory of them is bounded
+            self._answers.clear()
+        self._answers[model] = (now + (_KNOWN_FOR_S if exists else _UNKNOWN_FOR_S), exists)
+        if not exists:
+            self._queues.pop(model, None)
+        return exists
+
+    def forget(self, model: str) -> None:
+        """Ask again next time: its stream turned out to be gone."""
+        self._answers.pop(model, None)
+
+    def queue(self, model: str) -> JobQueue:
+        """The model's job queue, for publishing and looking."""
+        queue = self._queues.get(model)
+        if queue is None:
+            queue = self._queues[model] = JobQueue(self._bus, model)
+        return queue
+
+    async def counts(self, model: str) -> QueueCounts:
+        """Messages of each queue, at most a moment old, so that many requests at once ask the broker once."""
+        known = self._counts.get(model)
+        now = time.monotonic()
+        if known is not None and now < known[0]:
+            return known[1]
+        counts = await self.queue(model).counts()
+        if len(self._counts) >= _MAX_REMEMBERED:
+            self._counts.clear()
+        self._counts[model] = (now + _COUNTS_FOR_S, counts)
+        return counts
+
+    def note_published(self, model: str, queue: QueueName) -> None:
+        """Count a message we just published, so that a remembered count has it too."""
+        known = self._counts.get(model)
+        if known is not None:
+            known[1][queue] = known[1].get(queue, 0) + 1
+
+    def workers_of(self, model: str, pool: str = DEFAULT_POOL) -> list[Heartbeat]:
+        """Live workers of a model's pool that are not leaving."""
+        return [
+            beat
+            for beat in self._workers.beats.values()
+            if beat.model == model and beat.pool == pool and beat.state in ("Ready", "Busy")
+        ]
+
+    def pools(self, model: str) -> frozenset[str]:
+        """Pools that exist: the default one and those some worker serves."""
+        served = {beat.pool for beat in self._workers.beats.values() if beat.model == model}
+        return frozenset({DEFAULT_POOL, *served})

@@ -1,0 +1,51 @@
+"""The router process: its endpoints, and what they share."""
+
+import asyncio
+import logging
+
+from headrace.bus.connection import Bus
+from headrace.bus.heartbeats import WorkersView
+from headrace.bus.joblog import JobLog
+from headrace.bus.provision import ensure_provisioned
+from headrace.bus.services import Endpoint, answering
+from headrace.errors import BrokerUnavailableError
+from headrace.lifecycle import wait_first
+from headrace.router.control import Control
+from headrace.router.deliveries import Deliveries
+from headrace.router.ingress import Ingress
+from headrace.router.models import Models
+from headrace.schemas.subjects import DEFAULT_TENANT, ROUTER_GROUP
+
+__all__ = ["run_router"]
+
+log = logging.getLogger(__name__)
+
+
+async def run_router(bus: Bus, *, stop: asyncio.Event) -> None:
+    """Route until `stop`; requests under way are finished first. Raises BrokerError where the broker is gone for good."""
+    await ensure_provisioned(bus)
+    workers = WorkersView(bus)
+    async with workers.running(), asyncio.TaskGroup() as group:
+        models = Models(bus, workers)
+        deliveries = Deliveries(bus, JobLog(bus))
+        cleaning = group.create_task(deliveries.run(), name="deliveries")
+        ingress = Ingress(bus, models, deliveries, tenants=lambda: frozenset({DEFAULT_TENANT}))
+        control = Control(bus, models)
+        names = bus.names
+        endpoints = [
+            Endpoint(name="infer", subject=names.infer_filter(), handler=ingress.handle, queue_group=ROUTER_GROUP),
+            Endpoint(name="cancel", subject=names.cancel("*", "*"), handler=control.cancel, queue_group=ROUTER_GROUP),
+            Endpoint(name="status", subject=names.status("*", "*"), handler=control.status, queue_group=ROUTER_GROUP),
+        ]
+        async with answering(
+            bus,
+            "headrace-router",
+            endpoints,
+            description="takes inference requests in",
+            metadata={"prefix": names.prefix},
+        ):
+            log.info("routing %s", names.infer_filter())
+            await wait_first(stop, bus.closed)
+        cleaning.cancel()
+    if bus.closed.is_set() and not stop.is_set():
+        raise BrokerUnavailableError("the connection to the broker was closed for good")

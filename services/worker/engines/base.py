@@ -1,0 +1,89 @@
+"""The seam between a worker and whatever computes tokens."""
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+import msgspec
+
+from headrace.schemas.chunks import EngineChunk
+from headrace.schemas.openai import InferenceRequest
+
+
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a started engine can hold. Token counts are KV-cache tokens; None where the engine does not tell."""
+
+    name: str
+    version: str = ""
+    kv_capacity_tokens: int | None = None
+    block_size: int = 1
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    port: int | None = None
+
+
+class EngineUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine's own live figures; they only correct the worker's ledger, they never admit."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage_ratio: float | None = None
+
+
+class Resume(msgspec.Struct, frozen=True, kw_only=True):
+    """What earlier attempts already sent of choice 0; the engine goes on after it."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    prompt_token_ids: tuple[int, ...] = ()
+    num_tokens: int = 0
+
+
+class Engine(Protocol):
+    """An inference engine: started, any number of requests, stopped; it may then be started again.
+
+    `generate` yields chunks in order and ends only after every choice had a finish_reason other than `abort`;
+    the last chunk, and no other, has `usage`. Closing the generator (`aclose`, or cancelling the task that drains
+    it) aborts the request in the engine. It raises `EngineRequestError` when the request itself is refused,
+    `EngineBusyError` when there is no room now, and `EngineError` for everything that is the engine's fault, a
+    stream cut short included. No text of a piece holds part of a stop string or of a character, and the token ids
+    of what was yielded stand for exactly the text of what was yielded.
+    """
+
+    @property
+    def facts(self) -> EngineFacts:
+        """Capacity and limits; valid once started."""
+        ...
+
+    async def start(self) -> None:
+        """Return once it can really answer. Raises `EngineStartError`."""
+        ...
+
+    async def count_prompt_tokens(self, request: InferenceRequest) -> int:
+        """Exact number of prompt tokens, chat template included, by the engine's own tokenizer where it has one."""
+        ...
+
+    def generate(
+        self, request: InferenceRequest, *, max_tokens: int, request_id: str, resume: Resume | None = None
+    ) -> AsyncGenerator[EngineChunk, None]:
+        """Run one request; `max_tokens` new tokens at most (what is left of it, on resume).
+
+        A resumed answer goes on after `resume.text` and repeats neither it nor the role; its usage is this
+        attempt's alone. `EngineRequestError` with `not_resumable` where the engine cannot go on.
+        """
+        ...
+
+    async def usage(self) -> EngineUsage:
+        """Live figures. Raises `EngineError` when they cannot be read."""
+        ...
+
+    async def check_health(self) -> None:
+        """Return if it can serve. Raises `EngineError` with the reason if not."""
+        ...
+
+    async def wait_died(self) -> str:
+        """Return with the reason once the engine is gone for good; never returns while it lives."""
+        ...
+
+    async def stop(self) -> None:
+        """Abort what runs and leave no process behind. Safe to call twice, and before `start`."""
+        ...

@@ -1,0 +1,74 @@
+"""Figures read from an engine's Prometheus text: live load, and how much its KV cache holds.
+
+Names of vLLM (V1, 0.13 and later) and of llama.cpp's server. With data parallelism vLLM has one line per engine:
+counts and capacities add up, of the usage ratios the highest counts.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from headrace.worker.engines.base import EngineUsage
+
+__all__ = ["KvFacts", "kv_facts_of", "usage_of_metrics"]
+
+_LINE: Final = re.compile(r"^(vllm:[a-z_]+|llamacpp:[a-z_]+)(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
+_LABEL: Final = re.compile(r'([a-zA-Z_]\w*)="([^"]*)"')
+_RUNNING: Final = ("vllm:num_requests_running", "llamacpp:requests_processing")
+_WAITING: Final = ("vllm:num_requests_waiting", "llamacpp:requests_deferred")
+_KV_USAGE: Final = ("vllm:kv_cache_usage_perc",)
+_CACHE_CONFIG: Final = "vllm:cache_config_info"
+
+
+class KvFacts(NamedTuple):
+    """KV-cache tokens that requests can use, and the block they are given in."""
+
+    capacity_tokens: int
+    block_size: int
+
+
+def usage_of_metrics(text: str) -> EngineUsage | None:
+    """The live figures; None if the text has none of them."""
+    running: list[float] = []
+    waiting: list[float] = []
+    usage: list[float] = []
+    for name, _, value in _samples(text):
+        if name in _RUNNING:
+            running.append(value)
+        elif name in _WAITING:
+            waiting.append(value)
+        elif name in _KV_USAGE:
+            usage.append(value)
+    if not running:
+        return None
+    return EngineUsage(
+        num_running=int(sum(running)), num_waiting=int(sum(waiting)), kv_usage_ratio=max(usage) if usage else None
+    )
+
+
+def kv_facts_of(text: str) -> KvFacts | None:
+    """`(num_gpu_blocks - 1) * block_size` of every engine, added up (one block is never given out)."""
+    capacity_tokens = 0
+    block_size = 0
+    for name, labels, _ in _samples(text):
+        if name != _CACHE_CONFIG:
+            continue
+        found = dict(_LABEL.findall(labels))
+        try:
+            size, num_blocks = int(found["block_size"]), int(found["num_gpu_blocks"])
+        except (KeyError, ValueError):
+            continue
+        capacity_tokens += max(0, num_blocks - 1) * size
+        block_size = max(block_size, size)
+    return KvFacts(capacity_tokens, block_size) if capacity_tokens > 0 else None
+
+
+def _samples(text: str) -> Iterator[tuple[str, str, float]]:
+    for match in _LINE.finditer(text):
+        try:
+            value = float(match[3])
+        except ValueError:
+            continue
+        if math.isfinite(value):
+            yield match[1], match[2] or "", value

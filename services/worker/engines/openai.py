@@ -1,0 +1,176 @@
+"""The `openai` engine: attaches to a running OpenAI-compatible server by its URL."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from typing import Annotated, Final
+
+import msgspec
+from yarl import URL
+
+from headrace.errors import ConfigError, EngineError, EngineStartError
+from headrace.schemas.chunks import EngineChunk
+from headrace.schemas.openai import InferenceRequest
+from headrace.worker.engines.base import EngineFacts, EngineUsage, Resume
+from headrace.worker.engines.bodies import Dialect
+from headrace.worker.engines.counting import count_prompt_tokens
+from headrace.worker.engines.detect import Findings, detect
+from headrace.worker.engines.gauges import usage_of_metrics
+from headrace.worker.engines.http import HttpAdapter, Target
+from headrace.worker.engines.options import PositiveInt, Seconds
+
+__all__ = ["OpenAIEngine", "OpenAIOptions", "root_of_url"]
+
+log = logging.getLogger(__name__)
+
+_RETRY_S: Final = 0.25
+
+
+class OpenAIOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of the `openai` engine; None means found out from the server.
+
+    `url` is the server's, with or without `/v1`. `served_model` is the model's name there, if it has another.
+    `token_ids` asks for token ids with the text (only vLLM knows how to). `start_timeout_s` is how long the server
+    may take to come up.
+    """
+
+    url: str
+    served_model: str | None = None
+    api_key: str | None = None
+    kv_tokens: PositiveInt | None = None
+    max_concurrency: PositiveInt | None = None
+    max_model_len: PositiveInt | None = None
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)] | None = None
+    token_ids: bool | None = None
+    connect_s: Seconds = 5.0
+    stall_s: Seconds = 30.0
+    start_timeout_s: Seconds = 120.0
+
+
+def root_of_url(url: str) -> URL:
+    """The server's root, without `/v1`. Raises `ConfigError`."""
+    try:
+        root = URL(url.strip())
+    except ValueError:
+        root = URL()
+    if root.scheme not in ("http", "https") or not root.host:
+        raise ConfigError(f"engine openai: option url={url[:200]!r}: expected http(s)://HOST[:PORT][/PATH][/v1]")
+    path = root.path.rstrip("/").removesuffix("/v1")
+    return root.with_query(None).with_fragment(None).with_path(path or "/")
+
+
+class OpenAIEngine:
+    """An attached server. It never dies by itself, as nobody here owns its process: `check_health` tells."""
+
+    def __init__(
+        self, model: str, options: OpenAIOptions, *, name: str = "openai", can_keep_alive: bool = True
+    ) -> None:
+        self._model = model
+        self._options = options
+        self._name = name
+        self._root = root_of_url(options.url)
+        self._http = HttpAdapter(
+            self._root,
+            api_key=options.api_key,
+            connect_s=options.connect_s,
+            stall_s=options.stall_s,
+            can_keep_alive=can_keep_alive,
+        )
+        self._findings: Findings | None = None
+        self._target = Target(model=model)
+        self._facts = EngineFacts(name=name)
+
+    @property
+    def facts(self) -> EngineFacts:
+        """Options where given, else what the server said."""
+        return self._facts
+
+    async def start(self) -> None:
+        """Wait until the server answers, and find out what it is."""
+        await self._http.open()
+        try:
+            self._findings = findings = await self._detect()
+        except BaseException:
+            await self._http.close()
+            raise
+        options = self._options
+        is_vllm = findings.dialect is Dialect.VLLM
+        self._target = Target(
+            model=findings.served_model,
+            dialect=findings.dialect,
+            wants_token_ids=is_vllm if options.token_ids is None else options.token_ids,
+        )
+        self._facts = EngineFacts(
+            name=self._name,
+            version=findings.version,
+            kv_capacity_tokens=options.kv_tokens or findings.kv_capacity_tokens,
+            block_size=options.block_size or findings.block_size or 1,
+            max_model_len=options.max_model_len or findings.max_model_len,
+            max_num_seqs=options.max_concurrency or findings.max_num_seqs,
+            port=self._root.port,
+        )
+
+    async def count_prompt_tokens(self, request: InferenceRequest) -> int:
+        """By the tokenizer of vLLM or llama.cpp; with any other server the request's own estimate."""
+        timeout_s = self._options.stall_s
+        counted = await count_prompt_tokens(self._http, self._target, request, timeout_s=timeout_s)
+        return request.num_prompt_tokens_estimate if counted is None else counted
+
+    def generate(
+        self, request: InferenceRequest, *, max_tokens: int, request_id: str, resume: Resume | None = None
+    ) -> AsyncGenerator[EngineChunk, None]:
+        """See `Engine.generate`."""
+        return self._http.generate(
+            request,
+            self._target,
+            max_tokens=max_tokens,
+            request_id=request_id,
+            num_prompt_tokens=request.num_prompt_tokens_estimate,
+            resume=resume,
+        )
+
+    async def usage(self) -> EngineUsage:
+        """From the server's metrics, where it has them; else only what this process runs there."""
+        if self._findings is None or not self._findings.has_metrics:
+            return EngineUsage(num_running=self._http.num_running)
+        reply = await self._http.get("/metrics", timeout_s=self._options.connect_s)
+        found = usage_of_metrics(reply.body.decode(errors="replace")) if reply.status == 200 else None
+        if found is None:
+            raise EngineError(f"the engine's metrics cannot be read (HTTP {reply.status})")
+        return found
+
+    async def check_health(self) -> None:
+        """By `/health`, or by `/v1/models` (any status below 500) where the server has no `/health`."""
+        path = self._findings.health_path if self._findings is not None else "/health"
+        reply = await self._http.get(path, timeout_s=self._options.connect_s)
+        if reply.status != 200 and (path == "/health" or reply.status >= 500):
+            raise EngineError(f"the engine's health is HTTP {reply.status}")
+
+    async def wait_died(self) -> str:
+        """Never returns."""
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("unreachable")
+
+    async def stop(self) -> None:
+        """Close the connections; the server itself goes on."""
+        await self._http.close()
+
+    async def _detect(self) -> Findings:
+        reason = "nothing tried"
+        is_told = False
+        try:
+            async with asyncio.timeout(self._options.start_timeout_s):
+                while True:
+                    try:
+                        return await detect(self._http, model=self._model, served_model=self._options.served_model)
+                    except EngineStartError:
+                        raise
+                    except EngineError as error:
+                        reason = str(error)
+                    if not is_told:
+                        log.info("waiting for the engine at %s: %s", self._root.origin(), reason)
+                        is_told = True
+                    await asyncio.sleep(_RETRY_S)
+        except TimeoutError:
+            waited_s = self._options.start_timeout_s
+            raise EngineStartError(f"no engine at {self._root} after {waited_s:g} s: {reason}") from None

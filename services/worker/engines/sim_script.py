@@ -1,0 +1,81 @@
+"""What the `sim` engine is told to do: its options, and the course of one request under them."""
+
+import re
+from typing import Annotated, Final
+
+import msgspec
+
+from headrace.schemas.openai import InferenceRequest
+from headrace.worker.engines.base import Resume
+from headrace.worker.engines.options import PositiveInt, Seconds
+from headrace.worker.engines.sim_text import num_prompt_tokens_of, prompt_text
+
+__all__ = ["Script", "SimOptions", "make_script"]
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+Delay = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
+
+_FAULTS: Final = ("die_after", "hang_after", "error_after", "cut_after")
+_MARKER: Final = re.compile(r"<sim (tokens|die_after|hang_after|error_after|cut_after)=(\d{1,9})>")
+
+
+class SimOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of the `sim` engine.
+
+    `tokens_per_second` is each stream's speed, 0 is unlimited. An answer has `default_tokens` tokens by nature
+    (finish_reason `stop`) unless max_tokens is less or the body has `ignore_eos`.
+
+    Faults: `busy_first` and `refuse_first` turn down that many calls; `die_after`, `hang_after`, `error_after` and
+    `cut_after` (the stream ends without a finish_reason) strike after that many tokens of a request, of the first
+    `fault_first` requests if that is given. A hang ends as one does over HTTP, with an error after `stall_s`. A prompt
+    that has `<sim die_after=5>` (or another of the four) brings its own fault, `<sim tokens=50>` its natural length.
+    """
+
+    seed: Count = 0
+    tokens_per_second: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 50.0
+    ttft_s: Delay = 0.0
+    start_s: Delay = 0.0
+    stall_s: Seconds = 30.0
+    default_tokens: Count = 32
+    tokens_per_chunk: PositiveInt = 1
+    token_ids: bool = False
+    kv_tokens: PositiveInt = 65_536
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 16
+    max_concurrency: PositiveInt = 64
+    max_model_len: PositiveInt = 8192
+    busy_first: Count = 0
+    refuse_first: Count = 0
+    fault_first: Count | None = None
+    die_after: Count | None = None
+    hang_after: Count | None = None
+    error_after: Count | None = None
+    cut_after: Count | None = None
+
+
+class Script(msgspec.Struct, frozen=True, kw_only=True):
+    """One request as it will go: the places of its first token and of the end, its finish_reason, and its faults."""
+
+    first: int
+    end: int
+    finish_reason: str
+    faults: dict[str, int]
+
+
+def make_script(
+    options: SimOptions, request: InferenceRequest, *, max_tokens: int, resume: Resume | None, ordinal: int
+) -> Script:
+    """The course of the request that is the `ordinal`-th (from 0) to run; resumed, its places go on where they were."""
+    marked = {key: int(count) for key, count in _MARKER.findall(prompt_text(request))}
+    first = len(resume.text.split()) if resume is not None else 0
+    natural_end = max(first, marked.pop("tokens", options.default_tokens))
+    limit = max(first, min(first + max_tokens, options.max_model_len - num_prompt_tokens_of(request)))
+    is_natural = natural_end <= limit and request.body.get("ignore_eos") is not True
+    faults: dict[str, int] = {}
+    if options.fault_first is None or ordinal < options.fault_first:
+        faults = {key: count for key in _FAULTS if (count := getattr(options, key)) is not None}
+    return Script(
+        first=first,
+        end=natural_end if is_natural else limit,
+        finish_reason="stop" if is_natural else "length",
+        faults=faults | marked,
+    )

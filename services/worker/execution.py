@@ -1,0 +1,386 @@
+"""One claimed job from its first token to its terminal event."""
+
+import asyncio
+import enum
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+
+from headrace.bus.joblog import JobLog
+from headrace.bus.jobqueue import Delivery
+from headrace.errors import EngineBusyError, EngineError, EngineRequestError
+from headrace.schemas import events
+from headrace.schemas.chunks import ChoiceDelta, EngineChunk, Usage
+from headrace.schemas.events import Event, Owner
+from headrace.schemas.jobs import Job
+from headrace.schemas.openai import InferenceRequest
+from headrace.schemas.openai_chunks import ChunkEncoder, decode_chunk
+from headrace.schemas.refusals import Refusal
+from headrace.schemas.responses import ResponseAssembler
+from headrace.schemas.states import JobState
+from headrace.schemas.stop import StopMatcher
+from headrace.telemetry import Span, inference_result, inference_span
+from headrace.worker.appending import Appended, Ended, Fenced, LogWriter
+from headrace.worker.deltas import DeltaFlow
+from headrace.worker.engines.base import Engine, Resume
+
+__all__ = ["Claimed", "Execution", "Outcome", "ResultKind", "StopReason"]
+
+log = logging.getLogger(__name__)
+
+_ID_PREFIX: Final = {"chat": "chatcmpl-", "completions": "cmpl-", "embeddings": "embd-"}
+
+StopReason = Literal["ended", "fenced", "drain", "stalled", "engine_died"]
+
+
+class ResultKind(enum.Enum):
+    """What the worker does with the queue message after an execution."""
+
+    SETTLED = "settled"
+    """A terminal event is in the log: ack."""
+    FORGET = "forget"
+    """Fenced: no ack, no NAK."""
+    HAND_BACK = "hand_back"
+    """`requeued` is in the log: NAK and wake."""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How an execution ended; `num_faults` is what the log counts if handed back for a fault."""
+
+    kind: ResultKind
+    event: Event | None = None
+    is_fault: bool = False
+    is_busy: bool = False
+    num_tokens: int = 0
+
+
+class Claimed(msgspec.Struct, frozen=True, kw_only=True):
+    """A job whose `started` is in the log, and all the log said before it."""
+
+    delivery: Delivery
+    job: Job
+    request: InferenceRequest
+    owner: Owner
+    state: JobState
+    history: tuple[Event, ...]
+    num_prompt_tokens: int
+    max_tokens: int
+
+
+class Execution:
+    """Runs one claimed job. `stop` ends it early from outside; everything else it decides itself.
+
+    `last_progress` is the monotonic time of the last piece from the engine, for the watchdog.
+    """
+
+    def __init__(
+        self,
+        claimed: Claimed,
+        *,
+        engine: Engine,
+        job_log: JobLog,
+        log_ttl_s: float,
+        retry_for_s: float,
+        max_event_bytes: int,
+        span: Span,
+    ) -> None:
+        self._claimed = claimed
+        self._engine = engine
+        self._span = span
+        self._max_event_bytes = max_event_bytes
+        job = claimed.job
+        self._writer = LogWriter(
+            job_log, job.tenant, sequence=claimed.state.sequence, ttl_s=log_ttl_s, retry_for_s=retry_for_s
+        )
+        self._response_id = f"{_ID_PREFIX[job.op]}{job.job}"
+        self._created = int(job.accepted_at)
+        self._assembler = ResponseAssembler(job.op)
+        self._flow = DeltaFlow(
+            self._writer,
+            ChunkEncoder(job.op, id=self._response_id, created=self._created, model=job.model),
+            job=job.job,
+            owner=claimed.owner,
+            attempt=claimed.state.attempt,
+            offset=claimed.state.num_tokens,
+            on_refused=self._on_refused,
+        )
+        self._task: asyncio.Task[Any] | None = None
+        self._stop_reason: StopReason | None = None
+        self._is_over = False
+        self._refused: Ended | Fenced | None = None
+        self._usage: Usage | None = None
+        self._whole_response: dict[str, Any] | None = None
+        self.last_progress = time.monotonic()
+
+    @property
+    def claimed(self) -> Claimed:
+        """What it runs."""
+        return self._claimed
+
+    def stop(self, reason: StopReason) -> None:
+        """End it early; only the first reason counts, and none once the engine is done with it."""
+        if self._is_over or self._stop_reason is not None:
+            return
+        self._stop_reason = reason
+        if self._task is not None:
+            self._task.cancel()
+
+    async def run(self) -> Outcome:
+        """Run to an outcome. Raises only CancelledError, where the task was cancelled without `stop`."""
+        writing = asyncio.create_task(self._flow.run(), name=f"deltas of {self._claimed.job.job}")
+        try:
+            failure = await self._generate_until_stopped()
+            # The append under way must be seen to its end, or what follows it cannot know what to expect.
+            self._flow.close()
+            await writing
+        finally:
+            writing.cancel()
+        if self._refused is not None:
+            return self._after_refusal(self._refused)
+        if self._stop_reason == "fenced":
+            return self._after_refusal(Fenced("the worker lost its registration"))
+        if self._stop_reason is not None:
+            return await self._hand_back(self._stop_reason, is_fault=self._stop_reason != "drain")
+        if failure is not None:
+            return await self._after_failure(failure)
+        return await self._done()
+
+    async def _generate_until_stopped(self) -> Exception | None:
+        self._task = asyncio.current_task()
+        try:
+            if self._stop_reason is None:
+                async with asyncio.timeout(max(0.0, self._claimed.job.deadline_at - time.time())):
+                    await self._generate()
+        except asyncio.CancelledError:
+            if self._stop_reason is None or self._task is None:
+                raise
+            self._task.uncancel()
+        except (TimeoutError, EngineError) as error:
+            return error
+        except Exception as error:  # a defect of ours must not loop for ever with the job: it counts as a fault
+            log.exception("job %s: unexpected error", self._claimed.job.job)
+            return error
+        finally:
+            self._is_over = True
+        return None
+
+    async def _generate(self) -> None:
+        claimed, request = self._claimed, self._claimed.request
+        for event in claimed.history:
+            if event.kind == "delta":
+                self._assembler.add(decode_chunk(event.data, num_tokens=event.count))
+        if self._assembler.num_tokens and not request.is_resumable:
+            raise _NotResumableError("the request cannot be continued in mid-answer and part of it was already sent")
+        if self._assembler.is_complete(request.n):
+            return
+        num_left = claimed.max_tokens - self._assembler.num_tokens
+        if num_left <= 0 and request.op != "embeddings":
+            self._assembler.add((ChoiceDelta(finish_reason="length"),))
+            return
+        await self._read_engine(num_left)
+
+    async def _read_engine(self, num_left: int) -> None:
+        claimed, request = self._claimed, self._claimed.request
+        resume = self._resume()
+        matchers = [StopMatcher(_stops(request)) for _ in range(request.n)]
+        started = time.monotonic()
+        ttft_s: float | None = None
+        with inference_span(
+            claimed.job.op,
+            claimed.job.model,
+            provider=self._engine.facts.name,
+            parent=self._span.context,
+            is_streaming=request.stream,
+            max_tokens=num_left,
+        ) as span:
+            pieces = self._engine.generate(
+                request,
+                max_tokens=num_left,
+                request_id=f"{claimed.job.job}-{claimed.state.attempt}",
+                resume=resume,
+            )
+            self.last_progress = time.monotonic()
+            async with _closing(pieces):
+                async for chunk in pieces:
+                    self.last_progress = time.monotonic()
+                    if ttft_s is None and any(choice.num_tokens for choice in chunk.choices):
+                        ttft_s = self.last_progress - started
+                    await self._take(chunk, matchers)
+                    if matchers and all(matcher.is_stopped for matcher in matchers):
+                        break
+            for matcher in matchers:
+                await self._emit(matcher.flush())
+            span.set(
+                inference_result(
+                    num_input_tokens=claimed.num_prompt_tokens,
+                    num_output_tokens=self._assembler.num_tokens,
+                    finish_reasons=list(self._assembler.finish_reasons.values()),
+                    ttft_s=ttft_s,
+                    response_id=self._response_id,
+                )
+            )
+
+    async def _take(self, chunk: EngineChunk, matchers: Sequence[StopMatcher]) -> None:
+        if chunk.usage is not None:
+            self._usage = chunk.usage
+        if chunk.response is not None:
+            self._whole_response = chunk.response
+        released = [
+            piece
+            for choice in chunk.choices
+            if choice.index < len(matchers)
+            for piece in matchers[choice.index].push(choice)
+        ]
+        await self._emit(tuple(released))
+
+    async def _emit(self, choices: tuple[ChoiceDelta, ...]) -> None:
+        if not choices:
+            return
+        self._assembler.add(choices)
+        if self._claimed.request.stream:
+            await self._flow.add(choices)
+
+    def _resume(self) -> Resume | None:
+        if not self._assembler.num_tokens:
+            return None
+        choice = self._assembler.choice()
+        return Resume(text=choice.text, token_ids=choice.token_ids, num_tokens=self._assembler.num_tokens)
+
+    def _on_refused(self, refused: Ended | Fenced) -> None:
+        self._refused = refused
+        self.stop("ended" if isinstance(refused, Ended) else "fenced")
+
+    async def _done(self) -> Outcome:
+        claimed = self._claimed
+        data = self._response()
+        if len(data) > self._max_event_bytes:
+            refusal = Refusal(code="engine_error", message="the answer is larger than one message of the broker can be")
+            return await self._end("failed", refusal)
+        event = events.done(
+            claimed.job.job,
+            claimed.owner,
+            attempt=claimed.state.attempt,
+            offset=self._flow.offset,
+            data=data,
+            body_hash=claimed.job.body_hash,
+        )
+        return self._outcome(event, await self._writer.append(event))
+
+    def _response(self) -> bytes:
+        claimed = self._claimed
+        if self._whole_response is not None:
+            whole = {**self._whole_response, "model": claimed.job.model}
+            return msgspec.json.encode(whole)
+        usage = self._total_usage()
+        response = self._assembler.response(
+            id=self._response_id, created=self._created, model=claimed.job.model, usage=usage
+        )
+        return msgspec.json.encode(response)
+
+    def _total_usage(self) -> Usage:
+        """Usage over all attempts: the engine's own count where one run made the whole answer."""
+        claimed, usage = self._claimed, self._usage
+        num_earlier = claimed.state.num_tokens
+        prompt = claimed.num_prompt_tokens
+        completion = self._assembler.num_tokens
+        details = None
+        if usage is not None:
+            completion = num_earlier + usage.completion_tokens
+            if not num_earlier:
+                prompt, details = usage.prompt_tokens, usage.prompt_tokens_details
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=details,
+        )
+
+    def _after_refusal(self, refused: Ended | Fenced) -> Outcome:
+        if isinstance(refused, Ended):
+            return Outcome(kind=ResultKind.SETTLED, event=refused.event, num_tokens=self._assembler.num_tokens)
+        log.info("job %s is not ours any more: %s", self._claimed.job.job, refused.reason)
+        return Outcome(kind=ResultKind.FORGET, num_tokens=self._assembler.num_tokens)
+
+    async def _after_failure(self, failure: Exception) -> Outcome:
+        if isinstance(failure, TimeoutError):
+            refusal = Refusal(
+                code="deadline_exceeded", message=f"the deadline of {self._claimed.job.deadline_s:g} s has passed"
+            )
+            return await self._end("failed", refusal)
+        if isinstance(failure, _NotResumableError):
+            return await self._end("failed", Refusal(code="not_resumable", message=str(failure)))
+        if isinstance(failure, EngineRequestError):
+            return await self._end("failed", failure.refusal)
+        if isinstance(failure, EngineBusyError):
+            return await self._hand_back("engine_busy", is_fault=False, is_busy=True)
+        if isinstance(failure, EngineError):
+            log.warning("job %s: the engine failed: %s", self._claimed.job.job, failure)
+        return await self._hand_back("engine_error", is_fault=True)
+
+    async def _end(self, kind: Literal["failed", "expired"], refusal: Refusal) -> Outcome:
+        claimed = self._claimed
+        event = events.ended(
+            kind,
+            claimed.job.job,
+            attempt=claimed.state.attempt,
+            offset=self._flow.offset,
+            error=refusal,
+            body_hash=claimed.job.body_hash,
+            owner=claimed.owner,
+        )
+        return self._outcome(event, await self._writer.append(event))
+
+    async def _hand_back(self, reason: str, *, is_fault: bool, is_busy: bool = False) -> Outcome:
+        claimed = self._claimed
+        event = events.requeued(
+            claimed.job.job,
+            attempt=claimed.state.attempt + 1,
+            offset=self._flow.offset,
+            reason=reason,
+            lost=claimed.owner if is_fault else None,
+            by=claimed.owner,
+        )
+        result = await self._writer.append(event)
+        if not isinstance(result, Appended):
+            return self._outcome(event, result)
+        return Outcome(
+            kind=ResultKind.HAND_BACK,
+            event=event,
+            is_fault=is_fault,
+            is_busy=is_busy,
+            num_tokens=self._assembler.num_tokens,
+        )
+
+    def _outcome(self, event: Event, result: Appended | Ended | Fenced) -> Outcome:
+        if isinstance(result, Appended):
+            return Outcome(kind=ResultKind.SETTLED, event=event, num_tokens=self._assembler.num_tokens)
+        return self._after_refusal(result)
+
+
+class _NotResumableError(EngineError):
+    code = "not_resumable"
+
+
+def _stops(request: InferenceRequest) -> tuple[str, ...]:
+    # Where the client asked the engine to treat stop strings in a way of its own, the engine alone applies them.
+    if request.body.get("include_stop_str_in_output") or request.body.get("min_tokens"):
+        return ()
+    return request.stop
+
+
+class _closing:  # used like contextlib.aclosing, which wants an async generator
+    """Close an async iterator at the end of the block, which aborts the engine's request if it still runs."""
+
+    def __init__(self, iterator: AsyncIterator[EngineChunk]) -> None:
+        self._iterator = iterator
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        close = getattr(self._iterator, "aclose", None)
+        if close is not None:
+            await close()

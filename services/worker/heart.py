@@ -1,0 +1,129 @@
+"""The worker's heartbeat: one key, written by compare-and-set, so that a worker declared dead learns it at its next beat."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from headrace.bus.connection import Refused, Stored, StoreResult
+from headrace.bus.heartbeats import WorkersBucket
+from headrace.errors import BrokerUnavailableError, ConfigError, NotProvisionedError
+from headrace.schemas.workers import Heartbeat, SeenBeat
+
+__all__ = ["Heart"]
+
+log = logging.getLogger(__name__)
+
+_MIN_INTERVAL_S: Final = 0.02
+"""Bounds the beats that changes of the held set cause."""
+
+
+class Heart:
+    """Beats at each interval, and at once when told that something changed.
+
+    `compose` gives the beat to send. `epoch` names the registration; losing the key ends it: `on_lost` is called, and
+    a new epoch begins. `revision` is the last acknowledged beat's.
+    """
+
+    def __init__(
+        self,
+        bucket: WorkersBucket,
+        worker: str,
+        *,
+        interval_s: float,
+        ttl_s: float,
+        compose: Callable[[], Heartbeat],
+        new_epoch: Callable[[], str],
+        on_lost: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._bucket = bucket
+        self._worker = worker
+        self._interval_s = interval_s
+        self._ttl_s = ttl_s
+        self._compose = compose
+        self._new_epoch = new_epoch
+        self._on_lost = on_lost
+        self._changed = asyncio.Event()
+        self._last_ok = -float("inf")
+        self.epoch = new_epoch()
+        self.revision = 0
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the last acknowledged beat is younger than half the TTL; a worker that is not must not fetch."""
+        return time.monotonic() - self._last_ok < self._ttl_s / 2
+
+    def changed(self) -> None:
+        """Beat soon: what the worker holds, or its state, changed."""
+        self._changed.set()
+
+    async def register(self) -> None:
+        """Take the key. Raises ConfigError ("worker id in use") where another live worker has it.
+
+        A key that somebody may still hold is watched for one TTL; if it stands still, its worker is dead.
+        """
+        seen = await self._bucket.get(self._worker)
+        if seen is not None and seen.beat is not None and not seen.beat.is_tombstone:
+            log.info(
+                "worker id %s has a heartbeat already; waiting %.1f s to see if it lives", self._worker, self._ttl_s
+            )
+            seen = await self._watch(seen)
+        self.revision = seen.revision if seen is not None else 0
+        result = await self._beat()
+        if isinstance(result, Refused):
+            raise ConfigError(f"worker id in use: {self._worker!r} was registered by another worker just now")
+        if not isinstance(result, Stored):
+            raise BrokerUnavailableError(f"cannot register worker {self._worker}: {result.reason}")
+
+    async def run(self) -> None:
+        """Beat until cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(self._interval_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+            self._changed.clear()
+            started = time.monotonic()
+            result = await self._beat()
+            if isinstance(result, Refused) and not await self._was_mine():
+                await self._lost()
+            await asyncio.sleep(max(0.0, _MIN_INTERVAL_S - (time.monotonic() - started)))
+
+    async def leave(self) -> None:
+        """Take the key away, so that nobody waits for it to expire."""
+        await self._bucket.remove(self._worker, expected_revision=self.revision)
+
+    async def _beat(self) -> StoreResult:
+        result = await self._bucket.put(self._compose(), expected_revision=self.revision, ttl_s=self._ttl_s)
+        if isinstance(result, Stored):
+            self.revision = result.sequence
+            self._last_ok = time.monotonic()
+        return result
+
+    async def _was_mine(self) -> bool:
+        """Whether the key holds an earlier beat of ours whose acknowledgement was lost; then its revision counts."""
+        try:
+            seen = await self._bucket.get(self._worker)
+        except (BrokerUnavailableError, NotProvisionedError):
+            return True  # not known yet; the next beat will tell
+        if seen is None or seen.beat is None or seen.beat.is_tombstone or seen.beat.epoch != self.epoch:
+            return False
+        self.revision = max(self.revision, seen.revision)
+        return True
+
+    async def _lost(self) -> None:
+        log.warning("worker %s was declared dead; dropping what it held and registering anew", self._worker)
+        await self._on_lost()
+        self.epoch = self._new_epoch()
+        await self.register()
+
+    async def _watch(self, seen: SeenBeat) -> SeenBeat | None:
+        await asyncio.sleep(self._ttl_s + 0.5)
+        now = await self._bucket.get(self._worker)
+        if now is not None and now.beat is not None and now.revision != seen.revision and not now.beat.is_tombstone:
+            raise ConfigError(
+                f"worker id in use: {self._worker!r} runs on {now.beat.host} (process {now.beat.pid}); choose another HEADRACE_WORKER_ID"
+            )
+        return now

@@ -1,0 +1,53 @@
+"""What a worker has promised its engine's memory to."""
+
+__all__ = ["Ledger"]
+
+
+class Ledger:
+    """KV tokens and slots reserved by the requests a worker runs.
+
+    Reserved at claim, released at the end whatever the end is. Concurrency and memory are checked together; a capacity
+    of None means the engine does not tell, and only concurrency counts.
+    """
+
+    def __init__(self, *, capacity_tokens: int | None, max_concurrency: int) -> None:
+        self.capacity_tokens = capacity_tokens
+        self.max_concurrency = max_concurrency
+        self._needs: dict[int, int] = {}
+
+    @property
+    def reserved_tokens(self) -> int:
+        """KV tokens reserved now."""
+        return sum(self._needs.values())
+
+    @property
+    def num_running(self) -> int:
+        """Requests holding a reservation."""
+        return len(self._needs)
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether one more request may run at all."""
+        if self.num_running >= self.max_concurrency:
+            return False
+        return self.capacity_tokens is None or self.reserved_tokens < self.capacity_tokens
+
+    def could_ever_fit(self, need_tokens: int) -> bool:
+        """Whether an empty worker could carry it to its last token."""
+        return self.capacity_tokens is None or need_tokens <= self.capacity_tokens
+
+    def fits(self, need_tokens: int) -> bool:
+        """Whether it can be carried to its last token beside what runs now."""
+        if self.num_running >= self.max_concurrency:
+            return False
+        return self.capacity_tokens is None or self.reserved_tokens + need_tokens <= self.capacity_tokens
+
+    def reserve(self, sequence: int, need_tokens: int) -> None:
+        """Reserve for a queue message. Raises ValueError if it does not fit or is reserved already."""
+        if sequence in self._needs or not self.fits(need_tokens):
+            raise ValueError(f"cannot reserve {need_tokens} tokens for message {sequence}")
+        self._needs[sequence] = need_tokens
+
+    def release(self, sequence: int) -> None:
+        """Give a reservation back; nothing if there is none."""
+        self._needs.pop(sequence, None)

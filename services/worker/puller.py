@@ -1,0 +1,132 @@
+"""When and from where a worker fetches: wakes, a look around now and then, and never more than it has room for."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from headrace.bus.connection import Bus
+from headrace.bus.jobqueue import Delivery, JobQueue
+from headrace.errors import BrokerError
+from headrace.schemas.subjects import HDR_PASSED, WORKER_GROUP, QueueName
+from headrace.worker.discipline import order
+
+__all__ = ["Puller"]
+
+log = logging.getLogger(__name__)
+
+_RESYNC_S: Final = 0.15
+_AFTER_ERROR_S: Final = 0.5
+
+
+class Puller:
+    """Fetches while `has_room` says so, and gives each message to `take`.
+
+    A worker with room is a member of its pool's wake group, so that a new job wakes one worker that can run it; a
+    full one leaves the group. What is known to wait is a hint: a fetch that finds nothing clears it.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        queue: JobQueue,
+        *,
+        pool: str,
+        has_room: Callable[[], bool],
+        take: Callable[[Delivery], None],
+    ) -> None:
+        self._bus = bus
+        self._queue = queue
+        self._pool = pool
+        self._has_room = has_room
+        self._take = take
+        self._waiting: dict[QueueName, int] = {}
+        self._last_served: dict[QueueName, int] = {}
+        self._num_fetched = 0
+        self._look = asyncio.Event()
+        self._membership: Subscription | None = None
+        self._is_stopped = False
+
+    def look(self) -> None:
+        """Look for work now: room was made, or the connection came back."""
+        self._look.set()
+
+    def stop(self) -> None:
+        """Fetch nothing more; `run` returns once a fetch under way is over."""
+        self._is_stopped = True
+        self._look.set()
+
+    async def run(self) -> None:
+        """Fetch until stopped."""
+        try:
+            while not self._is_stopped:
+                is_told = await self._told_to_look()
+                if self._is_stopped:
+                    return
+                try:
+                    await self._round(resync=not is_told)
+                except BrokerError as error:
+                    log.warning("cannot fetch: %s", error)
+                    await asyncio.sleep(_AFTER_ERROR_S)
+        finally:
+            await self._leave()
+
+    async def _told_to_look(self) -> bool:
+        try:
+            async with asyncio.timeout(_RESYNC_S):
+                await self._look.wait()
+        except TimeoutError:
+            return False
+        self._look.clear()
+        return True
+
+    async def _round(self, *, resync: bool) -> None:
+        if not self._has_room():
+            await self._leave()
+            return
+        await self._join()
+        if resync:
+            counts = await self._queue.counts()
+            self._waiting = {queue: number for queue, number in counts.items() if queue.pool == self._pool}
+        while self._has_room() and not self._is_stopped:
+            delivery = await self._fetch_next()
+            if delivery is None:
+                return
+            self._take(delivery)
+        if not self._has_room():
+            await self._leave()
+
+    async def _fetch_next(self) -> Delivery | None:
+        for queue in order(self._waiting, last_served=self._last_served):
+            delivery = await self._queue.fetch(queue)
+            if delivery is not None:
+                self._num_fetched += 1
+                self._last_served[delivery.queue] = self._num_fetched
+                self._waiting[queue] = max(0, self._waiting.get(queue, 0) - 1)
+                return delivery
+            self._waiting[queue] = 0
+        return None
+
+    async def _join(self) -> None:
+        if self._membership is None:
+            subject = self._bus.names.wake_pool(self._queue.model, self._pool)
+            self._membership = await self._bus.subscribe(subject, queue=WORKER_GROUP, cb=self._on_wake)
+
+    async def _leave(self) -> None:
+        membership, self._membership = self._membership, None
+        if membership is not None and not self._bus.nc.is_closed:
+            await membership.unsubscribe()
+
+    async def _on_wake(self, message: Msg) -> None:
+        queue = QueueName.from_subject(message.subject)
+        if queue is None:
+            return
+        headers = message.headers or {}
+        if self._has_room() and not self._is_stopped:
+            self._waiting[queue] = self._waiting.get(queue, 0) + 1
+            self._look.set()
+        elif HDR_PASSED not in headers:  # it came as we filled up: somebody else may have room
+            await self._bus.publish(message.subject, headers={**headers, HDR_PASSED: "1"})

@@ -1,0 +1,344 @@
+"""A worker process: one engine, one registration, as many requests as the engine's memory carries."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+import uuid
+from collections import deque
+from typing import Final, Literal
+
+import msgspec
+from nats.aio.msg import Msg
+
+from headrace.bus.connection import Bus
+from headrace.bus.heartbeats import WorkersBucket
+from headrace.bus.joblog import JobLog
+from headrace.bus.jobqueue import Delivery, JobQueue
+from headrace.bus.provision import ensure_jobs_stream, ensure_provisioned
+from headrace.bus.services import answering
+from headrace.errors import BrokerError, BrokerUnavailableError, EngineError
+from headrace.lifecycle import Backoff, wait_first
+from headrace.schemas.events import Owner
+from headrace.schemas.subjects import DEFAULT_POOL
+from headrace.schemas.workers import Heartbeat, WorkerNudge, WorkerState
+from headrace.worker.engines.base import Engine
+from headrace.worker.handling import Handler
+from headrace.worker.heart import Heart
+from headrace.worker.held import HeldSet
+from headrace.worker.ledger import Ledger
+from headrace.worker.puller import Puller
+from headrace.worker.tokenizing import tokenize_endpoint
+
+__all__ = ["Worker", "WorkerOptions", "run_worker"]
+
+log = logging.getLogger(__name__)
+
+_PURGE_AFTER_S: Final = 60.0
+_MAX_PURGES_WAITING: Final = 100_000
+_RESTART_FIRST_S: Final = 0.5
+_RESTART_MAX_S: Final = 30.0
+_WATCH_EVERY_S: Final = 0.25
+
+
+class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is told beside the settings. None: what the engine says."""
+
+    worker: str
+    model: str
+    pool: str = DEFAULT_POOL
+    max_concurrency: int | None = None
+    kv_tokens: int | None = None
+
+
+async def run_worker(bus: Bus, engine: Engine, options: WorkerOptions, *, stop: asyncio.Event) -> None:
+    """Run one worker until `stop` is set and what it held is finished or handed back.
+
+    Raises EngineStartError where the engine does not come up at all, BrokerError where the connection is gone for good.
+    """
+    await ensure_provisioned(bus)
+    await ensure_jobs_stream(bus, options.model)
+    await Worker(bus, engine, options).run(stop)
+
+
+class Worker:
+    """Holds the parts of a worker together; each of them knows only what it needs."""
+
+    def __init__(self, bus: Bus, engine: Engine, options: WorkerOptions) -> None:
+        self._bus = bus
+        self._settings = bus.settings
+        self._engine = engine
+        self._options = options
+        self._state: WorkerState = "Starting"
+        self._reason = ""
+        self._engine_run = 0
+        self._ledger = Ledger(capacity_tokens=options.kv_tokens, max_concurrency=options.max_concurrency or 1)
+        self._heart = Heart(
+            WorkersBucket(bus),
+            options.worker,
+            interval_s=self._settings.heartbeat_s,
+            ttl_s=self._settings.worker_ttl_s,
+            compose=self._beat,
+            new_epoch=lambda: uuid.uuid4().hex[:12],
+            on_lost=self._on_lost,
+        )
+        self._held = HeldSet(self._heart.changed)
+        self._queue = JobQueue(bus, options.model, on_late=self._on_late)
+        self._log = JobLog(bus)
+        self._handler = Handler(
+            bus,
+            queue=self._queue,
+            engine=engine,
+            ledger=self._ledger,
+            held=self._held,
+            identity=self._identity,
+            room_changed=self._room_changed,
+            job_ended=self._job_ended,
+        )
+        self._puller = Puller(bus, self._queue, pool=options.pool, has_room=self._has_room, take=self._take)
+        self._purges: deque[tuple[float, str, str]] = deque(maxlen=_MAX_PURGES_WAITING)
+        self._group: asyncio.TaskGroup | None = None
+        self._nudged = asyncio.Event()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Register, start the engine, work until `stop`, drain, leave."""
+        await self._heart.register()
+        log.info("worker %s registered for model %s, starting its engine", self._options.worker, self._options.model)
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                background = [
+                    group.create_task(self._heart.run(), name="heartbeat"),
+                    group.create_task(
+                        self._held.renew_for_ever(self._queue, ack_wait_s=self._settings.ack_wait_s), name="renewals"
+                    ),
+                    group.create_task(self._watch_for_ever(), name="watchdog"),
+                    group.create_task(self._purge_for_ever(), name="purges"),
+                ]
+                try:
+                    await self._work(group, stop)
+                finally:
+                    for task in background:
+                        task.cancel()
+        finally:
+            await self._engine.stop()
+            with contextlib.suppress(BrokerError):
+                await self._heart.leave()
+
+    async def _work(self, group: asyncio.TaskGroup, stop: asyncio.Event) -> None:
+        starting = group.create_task(self._engine.start(), name="engine start")
+        stopping = group.create_task(stop.wait(), name="stop")
+        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not starting.done():
+            starting.cancel()
+            return
+        await starting
+        self._adopt_facts()
+        self._set_state("Ready")
+        supervising = group.create_task(self._supervise_engine(), name="engine")
+        ctl = await self._bus.subscribe(self._bus.names.ctl(self._options.worker), cb=self._on_nudge)
+        self._bus.on_reconnect.append(self._on_reconnect)
+        metadata = {"worker": self._options.worker, "model": self._options.model}
+        try:
+            async with (
+                self._queue,
+                answering(
+                    self._bus,
+                    "headrace-worker",
+                    [tokenize_endpoint(self._bus, self._options.model, self._engine)],
+                    description="runs requests on an inference engine",
+                    metadata=metadata,
+                ),
+            ):
+                pulling = group.create_task(self._puller.run(), name="pull")
+                facts = self._engine.facts
+                log.info("worker %s is ready: engine %s %s", self._options.worker, facts.name, facts.version)
+                await wait_first(stop, self._bus.closed, self._nudged)
+                if self._bus.closed.is_set():
+                    raise BrokerUnavailableError("the connection to the broker was closed for good")
+                await self._drain(pulling)
+        finally:
+            supervising.cancel()
+            if not self._bus.nc.is_closed:
+                await ctl.unsubscribe()
+
+    async def _drain(self, pulling: asyncio.Task[None]) -> None:
+        """Fetch nothing more, finish what fits in the grace period, hand the rest back."""
+        self._set_state("Draining")
+        self._puller.stop()
+        await pulling
+        self._handler.drain()
+        if len(self._held):
+            log.info("draining: %d requests have %.0f s to finish", len(self._held), self._settings.grace_s)
+            if not await wait_first(self._held.became_empty, timeout_s=self._settings.grace_s):
+                for execution in self._held.executions():
+                    execution.stop("drain")
+                await wait_first(self._held.became_empty, timeout_s=self._settings.retry_for_s)
+        log.info("drained")
+
+    # what it can take
+
+    def _has_room(self) -> bool:
+        return (
+            self._state in ("Ready", "Busy")
+            and self._heart.is_fresh
+            and not self._held.num_waiting
+            and len(self._held) < self._ledger.max_concurrency
+            and self._ledger.has_slot
+        )
+
+    def _take(self, delivery: Delivery) -> None:
+        assert self._group is not None
+        self._group.create_task(self._handler.handle(delivery), name=f"message {delivery.sequence}")
+
+    async def _on_late(self, delivery: Delivery) -> None:
+        if self._has_room():
+            self._take(delivery)
+        else:
+            await self._queue.nak(delivery)
+            await self._queue.wake(delivery.queue, delivery.headers)
+
+    def _room_changed(self) -> None:
+        if self._state in ("Ready", "Busy"):
+            self._set_state("Ready" if self._has_slots() else "Busy")
+        self._puller.look()
+
+    def _has_slots(self) -> bool:
+        return self._ledger.has_slot and not self._held.num_waiting
+
+    async def _on_reconnect(self) -> None:
+        self._heart.changed()
+        self._puller.look()
+
+    # who it is
+
+    def _identity(self, queue_sequence: int) -> Owner:
+        return Owner(
+            worker=self._options.worker,
+            epoch=self._heart.epoch,
+            queue_sequence=queue_sequence,
+            beat=self._heart.revision,
+            engine_run=self._engine_run,
+        )
+
+    def _set_state(self, state: WorkerState, reason: str = "") -> None:
+        if (state, reason) != (self._state, self._reason):
+            self._state, self._reason = state, reason
+            self._heart.changed()
+
+    def _adopt_facts(self) -> None:
+        facts = self._engine.facts
+        self._ledger.max_concurrency = self._options.max_concurrency or facts.max_num_seqs or 1
+        self._ledger.capacity_tokens = self._options.kv_tokens or facts.kv_capacity_tokens
+
+    def _beat(self) -> Heartbeat:
+        is_started = self._state != "Starting"
+        facts = self._engine.facts if is_started else None
+        return Heartbeat(
+            worker=self._options.worker,
+            epoch=self._heart.epoch,
+            state=self._state,
+            model=self._options.model,
+            version=facts.version if facts is not None else "",
+            engine=facts.name if facts is not None else "",
+            pool=self._options.pool,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            port=facts.port if facts is not None else None,
+            kv_capacity_tokens=self._ledger.capacity_tokens or 0,
+            kv_reserved_tokens=self._ledger.reserved_tokens,
+            block_size=facts.block_size if facts is not None else 1,
+            max_model_len=facts.max_model_len if facts is not None else None,
+            max_concurrency=self._ledger.max_concurrency,
+            running=self._held.num_running,
+            waiting=self._held.num_waiting,
+            interval_s=self._settings.heartbeat_s,
+            reason=self._reason,
+            held=tuple(held.as_request() for held in self._held),
+        )
+
+    async def _on_lost(self) -> None:
+        for execution in self._held.executions():
+            execution.stop("fenced")
+
+    # what is done to it
+
+    async def _on_nudge(self, message: Msg) -> None:
+        try:
+            nudge = msgspec.json.decode(message.data, type=WorkerNudge)
+        except msgspec.DecodeError:
+            log.warning("an undecodable nudge was ignored")
+            return
+        if nudge.kind == "drain":
+            self._nudged.set()
+        elif nudge.kind == "cancelled" and nudge.tenant and nudge.job:
+            await self._check_ended(nudge.tenant, nudge.job)
+
+    async def _check_ended(self, tenant: str, job: str) -> None:
+        # The nudge is a hint; the log says whether the job ended.
+        try:
+            last = await self._log.last(tenant, job)
+        except BrokerError as error:
+            log.warning("cannot check job %s: %s", job, error)
+            return
+        if last is not None and last.is_terminal:
+            for held in self._held.of_job(tenant, job):
+                if held.execution is not None:
+                    held.execution.stop("ended")
+
+    # its engine
+
+    async def _supervise_engine(self) -> None:
+        while True:
+            why = await self._engine.wait_died()
+            log.error("the engine died: %s", why)
+            await self._restart_engine("engine_died", why)
+
+    async def _restart_engine(self, reason: Literal["engine_died", "stalled"], why: str) -> None:
+        self._set_state("Failed", why)
+        for execution in self._held.executions():
+            execution.stop(reason)
+        await self._engine.stop()
+        backoff = Backoff(first_s=_RESTART_FIRST_S, max_s=_RESTART_MAX_S)
+        while True:
+            await backoff.pause()
+            try:
+                await self._engine.start()
+            except EngineError as error:
+                log.error("the engine does not start: %s", error)
+                self._set_state("Failed", str(error))
+                continue
+            break
+        self._engine_run += 1
+        self._adopt_facts()
+        self._set_state("Ready")
+        self._puller.look()
+
+    async def _watch_for_ever(self) -> None:
+        """End what made no progress for the stall limit; a healthy-looking engine can hang."""
+        while True:
+            await asyncio.sleep(min(_WATCH_EVERY_S, self._settings.stall_s / 4))
+            limit = time.monotonic() - self._settings.stall_s
+            for execution in self._held.executions():
+                if execution.last_progress < limit:
+                    log.error("job %s: no token for %.1f s", execution.claimed.job.job, self._settings.stall_s)
+                    execution.stop("stalled")
+
+    # after a job
+
+    def _job_ended(self, tenant: str, job: str) -> None:
+        self._purges.append((time.monotonic() + _PURGE_AFTER_S, tenant, job))
+
+    async def _purge_for_ever(self) -> None:
+        """A minute after a job ended its log keeps only the last event, which holds the whole answer."""
+        while True:
+            await asyncio.sleep(1.0)
+            while self._purges and self._purges[0][0] <= time.monotonic():
+                _, tenant, job = self._purges.popleft()
+                try:
+                    await self._log.purge_to_last(tenant, job)
+                except BrokerError as error:
+                    log.info("the log of job %s is not purged: %s", job, error)

@@ -1,0 +1,32 @@
+"""Fixtures every test can use: a real nats-server for the session and a prefix of its own for each test."""
+
+import secrets
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from hypothesis import settings
+
+from headrace.bus.server import BrokerInfo, EmbeddedBroker
+
+settings.register_profile("headrace", parent=settings(), deadline=None)  # a busy machine is no failure
+settings.load_profile("headrace")
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def broker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[BrokerInfo]:
+    """A real nats-server with JetStream on a port the OS chose and a store of its own, shared by the session."""
+    async with EmbeddedBroker(tmp_path_factory.mktemp("broker"), port=0) as embedded:
+        yield embedded.info
+
+
+@pytest.fixture(scope="session")
+def broker_url(broker: BrokerInfo) -> str:
+    """URL of the session's nats-server; needs no credentials."""
+    return broker.url
+
+
+@pytest.fixture
+def prefix() -> str:
+    """A deployment prefix no other test uses, so that tests share the broker without seeing each other."""
+    return f"t{secrets.token_hex(4)}.v1"
