@@ -104,7 +104,7 @@ def is_model_name(text: str) -> bool:
         size_bytes = len(text.encode())
     except UnicodeEncodeError:
         return False
-    return 0 < size_bytes <= MAX_MODEL_BYTES and not any(ord(c) < 32 or ord(c) == 127 for c in text)
+    return 0 < size_bytes <= MAX_MODEL_BYTES and not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in text)
 
 
 def model_to_token(model: str) -> str:

@@ -12,7 +12,7 @@ from headrace.lifecycle import stop_event, wait_first
 from headrace.logs import configure_logging
 from headrace.settings import Settings
 
-__all__ = ["LogFormat", "Part", "run_part"]
+__all__ = ["LogFormat", "Part", "run_part", "run_until"]
 
 log = logging.getLogger(__name__)
 
@@ -33,20 +33,33 @@ def run_part(name: str, settings: Settings, part: Part, *, log_format: LogFormat
         asyncio.run(_serve(service, settings, part))
 
 
-async def _serve(service: str, settings: Settings, part: Part) -> None:
+async def run_until(body: Callable[[asyncio.Event, asyncio.Event], Awaitable[None]]) -> bool:
+    """Run `body(stop, started)` until it returns; SIGTERM and SIGINT set `stop`, a second one ends the process.
+
+    A body that is told to stop before it set `started` is cancelled: nobody can wait for a broker that never comes.
+    Returns whether it was told to stop.
+    """
     async with stop_event() as stop:
-        is_connected = asyncio.Event()
-
-        async def body() -> None:
-            async with connect(broker_url(settings), settings, name=service) as bus:
-                is_connected.set()
-                await part(bus, stop)
-
+        started = asyncio.Event()
         async with asyncio.TaskGroup() as group:
-            running = group.create_task(body(), name=service)
+            running = group.create_task(_awaited(body(stop, started)))
             ended = asyncio.Event()
             running.add_done_callback(lambda _: ended.set())
             await wait_first(stop, ended)
-            if stop.is_set() and not is_connected.is_set():
-                running.cancel()  # there is nothing to hand back yet
+            if stop.is_set() and not started.is_set():
+                running.cancel()
+        return stop.is_set()
+
+
+async def _serve(service: str, settings: Settings, part: Part) -> None:
+    async def body(stop: asyncio.Event, started: asyncio.Event) -> None:
+        async with connect(broker_url(settings), settings, name=service) as bus:
+            started.set()
+            await part(bus, stop)
+
+    await run_until(body)
     log.info("stopped")
+
+
+async def _awaited(awaitable: Awaitable[None]) -> None:
+    await awaitable

@@ -110,7 +110,12 @@ async def test_tokens_come_as_they_are_produced() -> None:
 async def test_what_is_sent() -> None:
     async with FakeOpenAI() as fake, attached(fake, api_key="k") as engine:
         fake.scripts.append(script(chat("x", finish="stop"), DONE))
-        body = {"max_completion_tokens": 50, "max_tokens": None, "stream": False, "stream_options": {"x": 1}}
+        body: dict[str, Any] = {
+            "max_completion_tokens": 50,
+            "max_tokens": None,
+            "stream": False,
+            "stream_options": {"x": 1},
+        }
         await collect(engine, chat_request(stop=("END",), **body, temperature=0.5, odd={"a": [1]}), max_tokens=7)
     assert fake.bodies == [
         {

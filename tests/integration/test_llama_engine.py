@@ -1,4 +1,4 @@
-"""The `llama` engine with its real model: text, counting, limits, resuming, aborting, and every way its child can end."""
+"""The `llama` engine with its real model: text, counting, limits, resuming, aborting, and the ends of its child."""
 
 import asyncio
 import contextlib
@@ -65,6 +65,11 @@ async def collect(
     async with asyncio.timeout(DEADLINE_S):
         stream = engine.generate(request, max_tokens=max_tokens, request_id="r", resume=resume)
         return [chunk async for chunk in stream]
+
+
+async def drain(stream: AsyncGenerator[EngineChunk, None]) -> None:
+    async for _ in stream:
+        pass
 
 
 def pieces_of(chunks: list[EngineChunk]) -> list[str]:
@@ -193,8 +198,7 @@ async def test_a_killed_child_is_noticed_at_once() -> None:
         os.kill(engine.pid, signal.SIGKILL)
         assert "killed by signal 9" in await died
         with pytest.raises(EngineError):
-            while True:
-                await anext(stream)
+            await drain(stream)
         with pytest.raises(EngineError):
             await engine.check_health()
         assert time.monotonic() - begun < 2.0
@@ -209,8 +213,7 @@ async def test_a_hung_child_is_an_error_after_the_stall_limit() -> None:
         assert engine.pid is not None
         os.kill(engine.pid, signal.SIGSTOP)
         with pytest.raises(EngineError, match="nothing for"):
-            while True:
-                await anext(stream)
+            await drain(stream)
 
 
 async def test_it_stops_promptly_while_generating() -> None:
@@ -273,7 +276,7 @@ async def test_what_is_missing_is_named(tmp_path: Path) -> None:
     broken.write_bytes(b"no weights")
     engine = LlamaEngine(MODEL, LlamaOptions(model_path=str(broken)))
     async with asyncio.timeout(DEADLINE_S):
-        with pytest.raises(EngineStartError, match="exited|killed"):
+        with pytest.raises(EngineStartError, match=r"exited|killed"):
             await engine.start()
     assert engine.pid is None
 

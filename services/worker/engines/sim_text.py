@@ -10,72 +10,13 @@ __all__ = ["SimText", "num_prompt_tokens_of", "prompt_text", "sim_embedding"]
 _TOKENS_PER_MESSAGE: Final = 4
 _NUM_DIMENSIONS: Final = 8
 _MASK: Final = (1 << 64) - 1
-_WORDS: Final = [
-    "water",
-    "river",
-    "stone",
-    "wheel",
-    "gate",
-    "flow",
-    "bank",
-    "mill",
-    "stream",
-    "lock",
-    "weir",
-    "rain",
-    "lake",
-    "spring",
-    "pool",
-    "tide",
-    "turns",
-    "runs",
-    "falls",
-    "rises",
-    "holds",
-    "carries",
-    "meets",
-    "leaves",
-    "follows",
-    "crosses",
-    "the",
-    "a",
-    "this",
-    "every",
-    "some",
-    "one",
-    "slow",
-    "clear",
-    "deep",
-    "cold",
-    "bright",
-    "narrow",
-    "wide",
-    "quiet",
-    "old",
-    "new",
-    "first",
-    "last",
-    "under",
-    "over",
-    "through",
-    "along",
-    "and",
-    "then",
-    "while",
-    "where",
-    "once",
-    "again",
-    "still",
-    "here",
-    "there",
-    "down",
-    "north",
-    "south",
-    "east",
-    "west",
-    "evening",
-    "morning",
-]
+_TEXT: Final = (
+    "water river stone wheel gate flow bank mill stream lock weir rain lake spring pool tide "
+    "turns runs falls rises holds carries meets leaves follows crosses the a this every some one "
+    "slow clear deep cold bright narrow wide quiet old new first last under over through along "
+    "and then while where once again still here there down north south east west evening morning"
+)
+_WORDS: Final = tuple(_TEXT.split())
 
 
 def prompt_text(request: InferenceRequest) -> str:

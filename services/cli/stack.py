@@ -1,0 +1,199 @@
+"""Every part of Headrace on this machine, each a process of its own, started and stopped in the right order."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from headrace.bus.connection import Bus, connect
+from headrace.bus.heartbeats import WorkersView
+from headrace.bus.provision import ensure_provisioned
+from headrace.bus.server import BrokerInfo
+from headrace.cli.broker import SupervisedBroker
+from headrace.cli.supervising import Supervised
+from headrace.errors import BrokerUnavailableError, ConfigError, EngineStartError, HeadraceError, NotProvisionedError
+from headrace.lifecycle import wait_first
+from headrace.schemas.subjects import DEFAULT_TENANT
+from headrace.settings import Settings
+
+__all__ = ["Plan", "Stack", "running_stack"]
+
+_LOOK_S: Final = 0.05
+_READY_WITHIN_S: Final = 180.0
+_STOP_TIMEOUT_S: Final = 8.0
+_STOP_MARGIN_S: Final = 5.0
+"""What a worker gets beyond its grace period to hand back and leave."""
+
+_COMMAND: Final = (sys.executable, "-P", "-m", "headrace.cli")
+"""This program again; -P, so that no folder of the current directory is taken for it."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to start: workers of one model on one engine. `options` are the engine's."""
+
+    model: str
+    engine: str
+    num_workers: int = 1
+    max_concurrency: int | None = None
+    options: dict[str, str] = {}
+
+    def worker_argv(self, worker_id: str | None) -> list[str]:
+        """Arguments of `headrace` that start one of the workers."""
+        argv = ["serve", "worker", "--engine", self.engine, "--model", self.model]
+        if self.max_concurrency is not None:
+            argv += ["--max-concurrency", str(self.max_concurrency)]
+        if worker_id is not None:
+            argv += ["--worker-id", worker_id]
+        for key, value in self.options.items():
+            argv += ["-o", f"{key}={value}"]
+        return argv
+
+
+class Stack:
+    """The running parts. `bus` is a connection of this process; the parts have their own."""
+
+    def __init__(self, bus: Bus, url: str, plan: Plan, services: list[Supervised], workers: list[Supervised]) -> None:
+        self.bus = bus
+        self.url = url
+        self.plan = plan
+        self.services = services
+        self.workers = workers
+
+    async def wait_ready(self, stop: asyncio.Event, *, within_s: float = _READY_WITHIN_S) -> bool:
+        """Return once a request would be answered: True, or False if `stop` was set first.
+
+        Raises what kept a part from starting: HeadraceError with its last words, EngineStartError of a failed engine.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                return await self._until_routed(stop) and await self._until_served(stop)
+        except TimeoutError:
+            raise HeadraceError(f"nothing was ready to answer within {within_s:g} s; see the log lines above") from None
+
+    async def _until_routed(self, stop: asyncio.Event) -> bool:
+        subject = self.bus.names.status(DEFAULT_TENANT, "ready")
+        while not stop.is_set():
+            self._raise_if_ended()
+            with contextlib.suppress(NotProvisionedError, BrokerUnavailableError):
+                await self.bus.request(subject)
+                return True
+            await wait_first(stop, *self._ends(), timeout_s=_LOOK_S)
+        return False
+
+    async def _until_served(self, stop: asyncio.Event) -> bool:
+        view = WorkersView(self.bus)
+        async with view.running():
+            while not stop.is_set():
+                self._raise_if_ended()
+                view.changed.clear()
+                pids = {worker.pid for worker in self.workers}
+                for beat in view.beats.values():
+                    if beat.pid in pids and beat.state in ("Ready", "Busy"):
+                        return True
+                    if beat.pid in pids and beat.state == "Failed":
+                        raise EngineStartError(beat.reason or "the engine failed")
+                await wait_first(stop, view.changed, *self._ends(), timeout_s=1.0)
+        return False
+
+    def _ends(self) -> list[asyncio.Event]:
+        return [child.first_end for child in (*self.services, *self.workers)]
+
+    def _raise_if_ended(self) -> None:
+        for child in (*self.services, *self.workers):
+            if child.first_end.is_set():
+                words = child.last_words.removeprefix("headrace: ") or f"it ended with exit code {child.exit_code}"
+                kind = ConfigError if child.exit_code == 2 else HeadraceError
+                raise kind(f"{child.name} did not start: {words}")
+
+
+@contextlib.asynccontextmanager
+async def running_stack(
+    settings: Settings, plan: Plan, *, on_line: Callable[[str, str], None], on_step: Callable[[str], None]
+) -> AsyncIterator[Stack]:
+    """Start broker (unless `nats_url` names one), router, monitor and workers, and keep them running in the block.
+
+    After it the workers have drained within the grace period, then router and monitor have ended, the broker last.
+    If this process is killed, the kernel ends them all (Linux); workers are told to drain. `on_line` gets the name of a
+    part and a line it printed, `on_step` what is being done. Raises HeadraceError, perhaps in an exception group.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        info: BrokerInfo | None = None
+        if settings.nats_url is None:
+            on_step("starting the broker")
+            broker = SupervisedBroker(Path(settings.state_dir), port=settings.broker_port)
+            info = await stack.enter_async_context(broker.running())
+        url = settings.nats_url or (info.url if info is not None else "")
+        on_step("connecting")
+        bus = await stack.enter_async_context(connect(url, settings, name="headrace-up"))
+        await ensure_provisioned(bus)
+        on_step("starting router and monitor")
+        env = _environment(settings, url)
+        services = [
+            _service("router", env, on_line),
+            _service("monitor", env | ({"HEADRACE_NATS_SYSTEM_URL": info.system_url} if info else {}), on_line),
+        ]
+        for service in reversed(services):  # so that the router stops first
+            await stack.enter_async_context(_kept([service]))
+        on_step(f"starting {plan.num_workers} worker(s) with engine {plan.engine}")
+        workers = [_worker(number, settings, plan, env, on_line) for number in range(1, plan.num_workers + 1)]
+        await stack.enter_async_context(_kept(workers))
+        on_step(f"waiting for {plan.model}")
+        yield Stack(bus, url, plan, services, workers)
+        on_step("stopping")
+
+
+@contextlib.asynccontextmanager
+async def _kept(children: list[Supervised]) -> AsyncIterator[None]:
+    """Keep children running inside the block; stopped together, all of them ended after it."""
+    async with asyncio.TaskGroup() as group:
+        for child in children:
+            group.create_task(child.run(), name=child.name)
+        try:
+            yield
+        finally:
+            for child in children:
+                child.stop.set()
+
+
+def _environment(settings: Settings, url: str) -> dict[str, str]:
+    ours = {
+        "HEADRACE_NATS_URL": url,
+        "HEADRACE_PREFIX": settings.prefix,
+        "HEADRACE_STATE_DIR": settings.state_dir,
+        "HEADRACE_LOG_LEVEL": settings.log_level,
+    }
+    return {**os.environ, **ours}
+
+
+def _service(name: str, env: Mapping[str, str], on_line: Callable[[str, str], None]) -> Supervised:
+    return Supervised(
+        name,
+        [*_COMMAND, "serve", name],
+        env=env,
+        stop_timeout_s=_STOP_TIMEOUT_S,
+        death_signal=signal.SIGKILL,
+        on_line=on_line,
+    )
+
+
+def _worker(
+    number: int, settings: Settings, plan: Plan, env: Mapping[str, str], on_line: Callable[[str, str], None]
+) -> Supervised:
+    worker_id = settings.worker_id
+    if worker_id is not None and plan.num_workers > 1:
+        worker_id = f"{worker_id}-{number}"
+    name = "worker" if plan.num_workers == 1 else f"worker-{number}"
+    return Supervised(
+        name,
+        [*_COMMAND, *plan.worker_argv(worker_id)],
+        env=env,
+        stop_timeout_s=settings.grace_s + _STOP_MARGIN_S,
+        death_signal=signal.SIGTERM,
+        on_line=on_line,
+    )

@@ -1,0 +1,144 @@
+"""`headrace up`: everything on this machine, from one command."""
+
+import asyncio
+import shlex
+import sys
+from typing import Final
+
+import click
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from headrace.cli.options import parse_assignments, with_settings
+from headrace.cli.render import console, is_terminal, safe
+from headrace.cli.serve import DEFAULT_MODEL
+from headrace.cli.serving import run_until
+from headrace.cli.stack import Plan, Stack, running_stack
+from headrace.errors import ConfigError
+from headrace.lifecycle import wait_first
+from headrace.logs import configure_logging
+from headrace.schemas.subjects import DEFAULT_TENANT, is_model_name
+from headrace.settings import Settings, load
+from headrace.worker.engines.factory import ENGINES
+
+__all__ = ["LogLines", "nats_one_liner", "up"]
+
+_STYLES: Final = ("cyan", "magenta", "blue", "green", "yellow")
+
+
+@click.command()
+@click.option("--model", metavar="NAME", help=f"Model to serve; default with llama: {DEFAULT_MODEL}.")
+@click.option("--engine", type=click.Choice(ENGINES), default="llama", show_default=True, help="What runs it.")
+@click.option("--workers", type=click.IntRange(1, 64), default=1, show_default=True, help="Worker processes.")
+@click.option("--port", type=click.IntRange(0, 65_535), help="Port of the broker, 0 for any free one; default 4222.")
+@click.option("--max-concurrency", type=click.IntRange(min=1), help="Requests each worker runs at once, at most.")
+@click.option(
+    "-o", "--option", "options", multiple=True, callback=parse_assignments, metavar="KEY=VALUE",
+    help="An option of the engine; repeatable.",
+)  # fmt: skip
+@with_settings
+def up(
+    settings: Settings,
+    model: str | None,
+    engine: str,
+    workers: int,
+    port: int | None,
+    max_concurrency: int | None,
+    options: dict[str, str],
+) -> None:
+    """Start broker, router, monitor and workers here, and keep them running until Ctrl-C.
+
+    The broker is the real nats-server, on loopback, with its store in the state directory; HEADRACE_NATS_URL uses one
+    that runs already. A part that dies is started again. Ctrl-C lets the workers drain; a second one ends all at once.
+
+    \b
+    headrace up
+    headrace up --workers 2 --max-concurrency 8
+    headrace up --engine openai --model NAME -o url=http://localhost:8000
+    """
+    model = model or (DEFAULT_MODEL if engine == "llama" else "sim" if engine == "sim" else None)
+    if model is None:
+        raise click.UsageError(f"engine {engine} needs --model NAME")
+    if not is_model_name(model):
+        raise ConfigError("--model: allowed are 1 to 100 bytes without control characters")
+    if port is not None:
+        settings = msgspec.structs.replace(settings, broker_port=port)
+    plan = Plan(model=model, engine=engine, num_workers=workers, max_concurrency=max_concurrency, options=options)
+    configure_logging("up", settings.log_level, json=False)
+    asyncio.run(run_until(lambda stop, started: _up(settings, plan, stop, started)))
+
+
+async def _up(settings: Settings, plan: Plan, stop: asyncio.Event, started: asyncio.Event) -> None:
+    lines = LogLines(console(stderr=True))
+    async with running_stack(settings, plan, on_line=lines.show, on_step=lines.step) as stack:
+        started.set()
+        if await stack.wait_ready(stop):
+            lines.done()
+            click.echo(_next_steps(settings, stack))
+        await wait_first(stop)
+    lines.done()
+
+
+class LogLines:
+    """Lines of all parts on stderr, each under its part's name; what is going on is a spinner on a terminal."""
+
+    def __init__(self, err: Console) -> None:
+        self._err = err
+        self._status = err.status("") if is_terminal(sys.stderr) else None
+        self._names: dict[str, str] = {}
+
+    def show(self, name: str, line: str) -> None:
+        """A line that a part printed."""
+        style = self._names.setdefault(name, _STYLES[len(self._names) % len(_STYLES)])
+        self._err.print(Text.assemble((f"{name:<8} ", style), safe(line)), soft_wrap=True)
+
+    def step(self, text: str) -> None:
+        """What is being done now."""
+        if self._status is None:
+            self._err.print(Text(f"{text} …"), soft_wrap=True)
+        else:
+            self._status.update(Text(f"{text} …"))
+            self._status.start()
+
+    def done(self) -> None:
+        """Nothing is being done any more."""
+        if self._status is not None:
+            self._status.stop()
+
+
+def nats_one_liner(stack: Stack) -> str:
+    """A request that needs nothing but the NATS command line."""
+    subject = stack.bus.names.infer(DEFAULT_TENANT, "chat", stack.plan.model)
+    body = '{"messages":[{"role":"user","content":"hi"}]}'
+    server = "" if stack.url.endswith(":4222") else f"--server {shlex.quote(stack.url)} "
+    return f"nats {server}req {shlex.quote(subject)} '{body}' --replies 0 --reply-timeout 60s"
+
+
+def _next_steps(settings: Settings, stack: Stack) -> str:
+    """What to type now; with the options that another terminal needs to find this deployment."""
+    default = load({}, environ={})
+    here = ""
+    if settings.nats_url is None and settings.state_dir != default.state_dir:
+        here += f" --state-dir {shlex.quote(settings.state_dir)}"
+    if settings.prefix != default.prefix:
+        here += f" --prefix {shlex.quote(settings.prefix)}"
+    plan = stack.plan
+    return "\n".join(
+        (
+            "",
+            f"Headrace is up: {plan.num_workers} × {plan.engine} serving {plan.model}, broker {_shown(stack.url)}",
+            "",
+            "Try in another terminal:",
+            f'  headrace ask{here} "What is a headrace?"',
+            f"  headrace status{here} --watch",
+            f"  {nats_one_liner(stack)}",
+            "",
+            "Ctrl-C stops everything.",
+        )
+    )
+
+
+def _shown(url: str) -> str:
+    scheme, separator, rest = url.rpartition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"

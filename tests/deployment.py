@@ -1,0 +1,128 @@
+"""A deployment in this process, of real parts over the real broker: each with a connection of its own."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+import headrace.client
+from headrace.bus.connection import Bus, connect
+from headrace.bus.heartbeats import WorkersBucket
+from headrace.client import Client
+from headrace.router import run_router
+from headrace.settings import Settings
+from headrace.worker.engines.base import Engine
+from headrace.worker.engines.sim import SimEngine
+from headrace.worker.engines.sim_script import SimOptions
+from headrace.worker.worker import WorkerOptions, run_worker
+
+MODEL = "sim-model"
+
+
+class Part:
+    """A running router or worker: `stop` drains it, `kill` ends it with nothing said to anybody."""
+
+    def __init__(self, task: asyncio.Task[None], stopping: asyncio.Event) -> None:
+        self._task = task
+        self._stopping = stopping
+
+    async def stop(self) -> None:
+        """Drain; raises what the part raised."""
+        self._stopping.set()
+        await self._task
+
+    async def kill(self) -> None:
+        """End it at once."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+
+class Deployment:
+    """Starts parts under one prefix; made by `deployment`."""
+
+    def __init__(self, url: str, settings: Settings, group: asyncio.TaskGroup, client: Client) -> None:
+        self.url = url
+        self.settings = settings
+        self.client = client
+        self._group = group
+        self._parts: list[Part] = []
+        self._num_workers = 0
+
+    @property
+    def bus(self) -> Bus:
+        """The client's connection, to look at things with."""
+        return self.client.bus
+
+    async def router(self) -> Part:
+        """Start a router and wait until it answers."""
+        part = self._start(lambda bus, stop: run_router(bus, stop=stop), "router")
+        await until(self._router_answers)
+        return part
+
+    async def worker(
+        self, engine: Engine | None = None, *, model: str = MODEL, worker: str | None = None, **options: Any
+    ) -> Part:
+        """Start a worker and wait until it is ready."""
+        self._num_workers += 1
+        worker = worker or f"w{self._num_workers}"
+        running = engine if engine is not None else sim()
+        told = WorkerOptions(worker=worker, model=model, **options)
+        part = self._start(lambda bus, stop: run_worker(bus, running, told, stop=stop), worker)
+
+        async def is_ready() -> bool:
+            seen = await WorkersBucket(self.bus).get(worker)
+            return seen is not None and seen.beat is not None and seen.beat.state in ("Ready", "Busy")
+
+        await until(is_ready)
+        return part
+
+    async def stop(self) -> None:
+        """Stop what still runs."""
+        for part in reversed(self._parts):
+            if not part._task.done():
+                await part.stop()
+
+    def _start(self, run: Any, name: str) -> Part:
+        stopping = asyncio.Event()
+
+        async def go() -> None:
+            async with connect(self.url, self.settings, name=name) as bus:
+                await run(bus, stopping)
+
+        part = Part(self._group.create_task(go(), name=name), stopping)
+        self._parts.append(part)
+        return part
+
+    async def _router_answers(self) -> bool:
+        with contextlib.suppress(headrace.errors.BrokerError):
+            await self.bus.request(self.bus.names.status("default", "nothing"), timeout_s=0.5)
+            return True
+        return False
+
+
+@contextlib.asynccontextmanager
+async def deployment(url: str, prefix: str, *, routers: int = 1, **settings: Any) -> AsyncIterator[Deployment]:
+    """A deployment with `routers` routers and no worker yet; everything is stopped at the end."""
+    told = Settings(prefix=prefix, **{"grace_s": 5.0, **settings})
+    async with headrace.client.connect(url, settings=told) as client, asyncio.TaskGroup() as group:
+        running = Deployment(url, told, group, client)
+        for _ in range(routers):
+            await running.router()
+        try:
+            yield running
+        finally:
+            await running.stop()
+
+
+def sim(**options: Any) -> SimEngine:
+    """A simulated engine; fast unless told otherwise."""
+    return SimEngine(MODEL, msgspec.convert({"tokens_per_second": 200.0, **options}, SimOptions))
+
+
+async def until(condition: Any, *, timeout_s: float = 10.0) -> None:
+    """Wait until an async condition holds, which another process or task brings about."""
+    async with asyncio.timeout(timeout_s):
+        while not await condition():
+            await asyncio.sleep(0.02)
