@@ -105,17 +105,24 @@ class _Monitor:
 
 
 def _log_change(change: Change) -> None:
-    if change.now is not None and change.before is None:
-        beat = change.now
-        log.info(
-            "worker %s appeared: %s, engine %s, model %s, %d KV tokens, up to %d at once",
-            change.worker, beat.state, beat.engine, beat.model, beat.kv_capacity_tokens, beat.max_concurrency,
-        )
-    elif change.now is not None and change.before is not None:
-        because = f": {change.now.reason}" if change.now.reason else ""
-        level = logging.WARNING if change.now.state == "Failed" else logging.INFO
-        log.log(level, "worker %s: %s → %s%s", change.worker, change.before.state, change.now.state, because)
-    elif change.before is not None and change.kind == "left":
+    before, now = change.before, change.now
+    if now is not None and before is None:
+        log.info("worker %s of model %s appeared: %s", change.worker, now.model, _shown(now))
+    elif now is not None and before is not None:
+        level = logging.WARNING if now.state == "Failed" else logging.INFO
+        log.log(level, "worker %s: %s → %s", change.worker, before.state, _shown(now))
+    elif before is not None and change.kind == "left":
         log.info("worker %s left", change.worker)
-    elif change.before is not None:
-        log.warning("worker %s expired; it held %d requests", change.worker, len(change.before.held))
+    elif before is not None:
+        log.warning("worker %s expired; it held %d requests", change.worker, len(before.held))
+
+
+def _shown(beat: Heartbeat) -> str:
+    """The state, and what goes with it: the reason of a failure, what it can hold where it works."""
+    if beat.state == "Failed" and beat.reason:
+        return f"Failed: {beat.reason}"
+    if beat.state == "Ready":
+        return (
+            f"Ready, engine {beat.engine}, {beat.kv_capacity_tokens} KV tokens, {beat.max_concurrency} requests at most"
+        )
+    return beat.state

@@ -1,10 +1,10 @@
 """One claimed job from its first token to its terminal event."""
 
 import asyncio
+import contextlib
 import enum
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
@@ -21,7 +21,6 @@ from headrace.schemas.openai_chunks import ChunkEncoder, decode_chunk
 from headrace.schemas.refusals import Refusal
 from headrace.schemas.responses import ResponseAssembler
 from headrace.schemas.states import JobState
-from headrace.schemas.stop import StopMatcher
 from headrace.telemetry import Span, inference_result, inference_span
 from headrace.worker.appending import Appended, Ended, Fenced, LogWriter
 from headrace.worker.deltas import DeltaFlow
@@ -185,7 +184,6 @@ class Execution:
     async def _read_engine(self, num_left: int) -> None:
         claimed, request = self._claimed, self._claimed.request
         resume = self._resume()
-        matchers = [StopMatcher(_stops(request)) for _ in range(request.n)]
         started = time.monotonic()
         ttft_s: float | None = None
         with inference_span(
@@ -203,16 +201,12 @@ class Execution:
                 resume=resume,
             )
             self.last_progress = time.monotonic()
-            async with _closing(pieces):
+            async with contextlib.aclosing(pieces):
                 async for chunk in pieces:
                     self.last_progress = time.monotonic()
                     if ttft_s is None and any(choice.num_tokens for choice in chunk.choices):
                         ttft_s = self.last_progress - started
-                    await self._take(chunk, matchers)
-                    if matchers and all(matcher.is_stopped for matcher in matchers):
-                        break
-            for matcher in matchers:
-                await self._emit(matcher.flush())
+                    await self._take(chunk)
             span.set(
                 inference_result(
                     num_input_tokens=claimed.num_prompt_tokens,
@@ -223,25 +217,15 @@ class Execution:
                 )
             )
 
-    async def _take(self, chunk: EngineChunk, matchers: Sequence[StopMatcher]) -> None:
+    async def _take(self, chunk: EngineChunk) -> None:
         if chunk.usage is not None:
             self._usage = chunk.usage
         if chunk.response is not None:
             self._whole_response = chunk.response
-        released = [
-            piece
-            for choice in chunk.choices
-            if choice.index < len(matchers)
-            for piece in matchers[choice.index].push(choice)
-        ]
-        await self._emit(tuple(released))
-
-    async def _emit(self, choices: tuple[ChoiceDelta, ...]) -> None:
-        if not choices:
-            return
-        self._assembler.add(choices)
-        if self._claimed.request.stream:
-            await self._flow.add(choices)
+        if chunk.choices:
+            self._assembler.add(chunk.choices)
+            if self._claimed.request.stream:
+                await self._flow.add(chunk.choices)
 
     def _resume(self) -> Resume | None:
         if not self._assembler.num_tokens:
@@ -362,25 +346,3 @@ class Execution:
 
 class _NotResumableError(EngineError):
     code = "not_resumable"
-
-
-def _stops(request: InferenceRequest) -> tuple[str, ...]:
-    # Where the client asked the engine to treat stop strings in a way of its own, the engine alone applies them.
-    if request.body.get("include_stop_str_in_output") or request.body.get("min_tokens"):
-        return ()
-    return request.stop
-
-
-class _closing:  # used like contextlib.aclosing, which wants an async generator
-    """Close an async iterator at the end of the block, which aborts the engine's request if it still runs."""
-
-    def __init__(self, iterator: AsyncIterator[EngineChunk]) -> None:
-        self._iterator = iterator
-
-    async def __aenter__(self) -> None:
-        return None
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        close = getattr(self._iterator, "aclose", None)
-        if close is not None:
-            await close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import nats
@@ -67,7 +68,7 @@ async def test_a_client_of_nothing_but_nats_reads_the_whole_stream(broker_url: s
     first = json.loads(messages[0].data)
     assert set(first) >= {"job", "sequence", "position", "eta_s"}
     assert {message.headers["Headrace-Job"] for message in messages} == {first["job"]}
-    assert kinds(messages)[:3] == ["accepted", "accepted", "started"]  # the router's answer, then the log from its start
+    assert "started" in kinds(messages)[1:3]  # before it, the log's own `accepted`, unless the worker was faster
     response = check_stream(messages)
     assert response["usage"] == {"prompt_tokens": 8, "completion_tokens": 12, "total_tokens": 20}
     assert response["choices"][0]["finish_reason"] == "length"
@@ -150,7 +151,7 @@ async def test_two_sdk_clients_with_one_id_both_read_the_whole_stream(broker_url
 async def test_two_workers_with_the_same_message_run_the_engine_once(broker_url: str, prefix: str) -> None:
     # The ack wait is so short that the broker hands the running job's message out again and again.
     engines = [sim(tokens_per_second=20.0), sim(tokens_per_second=20.0)]
-    async with deployment(broker_url, prefix) as running:
+    async with deployment(broker_url, prefix, ack_wait_s=1.0) as running:
         for engine in engines:
             await running.worker(engine)
         queue = JobQueue(running.bus, MODEL)
@@ -159,7 +160,7 @@ async def test_two_workers_with_the_same_message_run_the_engine_once(broker_url:
         done: Done | None = None
         async for event in stream:
             if isinstance(event, Started):
-                # A second copy of the same job, as after a dedupe window, and the first one handed back by a stranger.
+                # A second copy of the job, as after a dedupe window, and the first one handed back by a stranger.
                 copy = Job(
                     tenant=Tenant("default"),
                     job=JobId("raced"),
@@ -167,7 +168,7 @@ async def test_two_workers_with_the_same_message_run_the_engine_once(broker_url:
                     model=MODEL,
                     body=body,
                     body_hash=body_hash("chat", MODEL, body),
-                    accepted_at=running_time(),
+                    accepted_at=time.time(),
                     queue_timeout_s=60,
                     deadline_s=60,
                     need_tokens=20,
@@ -187,12 +188,6 @@ async def test_two_workers_with_the_same_message_run_the_engine_once(broker_url:
         await until(is_settled, timeout_s=25)
     assert done is not None
     assert sum(engine.num_started for engine in engines) == 1
-
-
-def running_time() -> float:
-    import time
-
-    return time.time()
 
 
 async def test_200_concurrent_streams_through_one_router_and_two_workers(broker_url: str, prefix: str) -> None:

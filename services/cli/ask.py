@@ -1,0 +1,250 @@
+"""`headrace ask`: one question, its answer as it comes."""
+
+import asyncio
+import contextlib
+import math
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Final, Literal
+
+import click
+import msgspec
+from rich.status import Status
+
+from headrace.bus.connection import Bus
+from headrace.bus.overview import list_models
+from headrace.cli.answer import Answer, follow
+from headrace.cli.options import with_settings
+from headrace.cli.render import console, duration, is_terminal, safe
+from headrace.client import Accepted, Client, JobStream, Requeued, Started, StreamEvent, connect
+from headrace.errors import ConfigError, HeadraceError, RequestError
+from headrace.lifecycle import stop_event, wait_first
+from headrace.logs import configure_logging
+from headrace.schemas.chunks import Usage
+from headrace.schemas.subjects import LANES
+from headrace.settings import Settings
+
+__all__ = ["ask"]
+
+_ASK_EVERY_S: Final = 1.0
+_CANCEL_WITHIN_S: Final = 5.0
+_LOG_LEVELS: Final[dict[str, str]] = {"debug": "debug"}
+"""What a command for people logs: warnings, unless it was asked for more."""
+
+Finish = Literal["answered", "interrupted"]
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What `ask --json` prints. Durations are seconds."""
+
+    job: str
+    model: str
+    worker: str
+    attempt: int
+    text: str
+    finish_reason: str | None
+    usage: Usage | None
+    ttft_s: float | None
+    tokens_per_second: float | None
+
+
+@click.command()
+@click.argument("text")
+@click.option("--model", metavar="NAME", help="Default: the only model there is.")
+@click.option("--system", metavar="TEXT", help="A system message before the question.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
+@click.option("--temperature", type=click.FloatRange(0, 2), help="0: always the likeliest token.")
+@click.option("--top-p", type=click.FloatRange(0, 1), help="Sample from the likeliest tokens that sum up to it.")
+@click.option("--seed", type=int, help="The same seed and settings sample the same answer, where the engine can.")
+@click.option("--stop", "stops", multiple=True, metavar="TEXT", help="End the answer before this text; repeatable.")
+@click.option("--priority", type=click.Choice(LANES), help="Lane to wait in; default normal.")
+@click.option("--pool", metavar="NAME", help="Pool of workers; default: what the model's rules choose.")
+@click.option("--job-id", metavar="ID", help="Name the job; the same id again attaches to it instead of asking twice.")
+@click.option("--queue-timeout", type=click.FloatRange(0, min_open=True), metavar="S", help="Longest wait to start.")
+@click.option("--deadline", type=click.FloatRange(0, min_open=True), metavar="S", help="Longest time to the end.")
+@click.option("--tenant", default="default", show_default=True, metavar="NAME", help="Whose request it is.")
+@click.option("--json", "as_json", is_flag=True, help="No stream: one JSON object at the end, with usage and figures.")
+@with_settings
+def ask(
+    settings: Settings,
+    text: str,
+    model: str | None,
+    system: str | None,
+    tenant: str,
+    priority: str | None,
+    pool: str | None,
+    job_id: str | None,
+    queue_timeout: float | None,
+    deadline: float | None,
+    stops: tuple[str, ...],
+    as_json: bool,
+    **sampling: Any,
+) -> None:
+    """Ask a model; the answer streams to stdout as it is made. TEXT `-` reads the question from stdin.
+
+    While the request waits, its position and expected wait are shown. Ctrl-C cancels the request.
+
+    \b
+    headrace ask "What is a headrace?"
+    headrace ask --json --temperature 0 "Name three rivers." | jq -r .text
+    git diff | headrace ask --system "Write a commit message." -
+    """
+    question = click.get_text_stream("stdin").read() if text == "-" else text
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": question})
+    request: dict[str, Any] = {"messages": messages, "priority": priority, "pool": pool, "job_id": job_id}
+    request |= {"queue_timeout_s": queue_timeout, "deadline_s": deadline, "stop": list(stops) or None, **sampling}
+    configure_logging("ask", _LOG_LEVELS.get(settings.log_level, "warning"), json=False)
+    asking = _ask(settings, {k: v for k, v in request.items() if v is not None}, model, tenant=tenant, as_json=as_json)
+    if asyncio.run(asking) == "interrupted":
+        raise KeyboardInterrupt
+
+
+async def _ask(
+    settings: Settings, request: dict[str, Any], model: str | None, *, tenant: str, as_json: bool
+) -> Finish:
+    async with stop_event() as stop, connect(tenant=tenant, settings=settings, name="headrace-ask") as client:
+        model = model or await only_model(client.bus)
+        answer = Answer(sent_at=time.monotonic())
+        async with client.stream(model=model, **request) as stream:
+            answer.job = stream.job
+            screen = _Screen(client, stream, is_quiet=as_json)
+            async with screen.waiting():
+                if not await _until(stop, follow(aiter(stream), answer, on_text=screen.text, on_event=screen.event)):
+                    await _cancel(stream)
+                    screen.end(answer)
+                    return "interrupted"
+        screen.end(answer)
+    if as_json:
+        click.echo(msgspec.json.encode(_result(answer, model)).decode())
+    return "answered"
+
+
+async def only_model(bus: Bus) -> str:
+    """The model to ask when none is named. Raises HeadraceError where there is none, ConfigError where there are many."""
+    models = await list_models(bus)
+    if not models:
+        raise HeadraceError("no model is known yet: start a worker, with `headrace up` or `headrace serve worker`")
+    if len(models) > 1:
+        raise ConfigError(f"there are several models; choose with --model: {', '.join(models)}")
+    return models[0]
+
+
+async def _until(stop: asyncio.Event, reading: Any) -> bool:
+    """Await the reading; False if `stop` came first. Raises what it raises."""
+    task = asyncio.ensure_future(reading)
+    ended = asyncio.Event()
+    task.add_done_callback(lambda _: ended.set())
+    try:
+        await wait_first(stop, ended)
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+    if task.cancelled():
+        return False
+    task.result()
+    return True
+
+
+async def _cancel(stream: JobStream) -> None:
+    """Cancel what may have been accepted; a job the router does not know was not."""
+    with contextlib.suppress(RequestError):
+        async with asyncio.timeout(_CANCEL_WITHIN_S):
+            await stream.cancel()
+
+
+class _Screen:
+    """The answer on stdout, what happens to it on stderr; the latter only for people."""
+
+    def __init__(self, client: Client, stream: JobStream, *, is_quiet: bool) -> None:
+        self._client = client
+        self._stream = stream
+        self._is_quiet = is_quiet
+        self._is_raw = not is_terminal(sys.stdout)
+        self._err = console(stderr=True)
+        self._has_terminal = is_terminal(sys.stderr) and not is_quiet
+        self._status: Status | None = None
+        self._ends_with_newline = True
+        self._is_queued = asyncio.Event()
+        self._is_queued.set()
+
+    @contextlib.asynccontextmanager
+    async def waiting(self) -> AsyncIterator[None]:
+        """Show the place in the queue while there is one, inside the block."""
+        if not self._has_terminal:
+            yield
+            return
+        async with asyncio.TaskGroup() as group:
+            asking = group.create_task(self._show_position(), name="position")
+            try:
+                yield
+            finally:
+                asking.cancel()
+                self._stop_status()
+
+    def text(self, text: str) -> None:
+        """The next piece of the answer."""
+        if not self._is_quiet:
+            click.echo(text if self._is_raw else safe(text, keep="\n\t"), nl=False)
+            self._ends_with_newline = text.endswith("\n")
+
+    def event(self, event: StreamEvent) -> None:
+        """What happened to the job."""
+        if isinstance(event, Accepted):
+            self._show_waiting(event.position, event.eta_s)
+        elif isinstance(event, Requeued):
+            self._is_queued.set()
+            if self._has_terminal and event.reason:
+                self._err.print(f"\n[{safe(event.reason)}: going on with attempt {event.attempt}]", markup=False)
+        elif isinstance(event, Started):
+            self._is_queued.clear()
+            self._stop_status()
+
+    def end(self, answer: Answer) -> None:
+        """Nothing more comes."""
+        if not self._is_quiet and not self._ends_with_newline:
+            click.echo("")
+        if self._has_terminal and answer.done is not None:
+            self._err.print(answer.summary(), style="dim", markup=False)
+
+    async def _show_position(self) -> None:
+        while True:
+            await self._is_queued.wait()
+            await asyncio.sleep(_ASK_EVERY_S)
+            if not self._is_queued.is_set():
+                continue
+            with contextlib.suppress(HeadraceError):
+                now = await self._client.status(self._stream.job)
+                if self._is_queued.is_set():
+                    self._show_waiting(now.position, now.eta_s)
+
+    def _show_waiting(self, position: int | None, eta_s: float | None) -> None:
+        if not self._has_terminal:
+            return
+        place = "waiting" if position is None else "next in the queue" if not position else f"{position} before it"
+        eta = "" if eta_s is None or not math.isfinite(eta_s) else f", about {duration(eta_s)}"
+        if self._status is None:
+            self._status = self._err.status("")
+            self._status.start()
+        self._status.update(f"{place}{eta}")
+
+    def _stop_status(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+
+def _result(answer: Answer, model: str) -> Result:
+    assert answer.done is not None
+    return Result(
+        job=answer.job,
+        model=model,
+        worker=answer.worker,
+        attempt=answer.attempt,
+        text=answer.done.text,
+        finish_reason=answer.done.finish_reason,
+        usage=answer.done.usage,
+        ttft_s=answer.ttft_s,
+        tokens_per_second=answer.tokens_per_second,
+    )

@@ -1,0 +1,59 @@
+"""A router is killed between acceptance and completion: nothing is lost, on a bare inbox neither."""
+
+import asyncio
+import json
+import signal
+from pathlib import Path
+
+import nats
+
+import headrace.client
+from headrace.client import Accepted, Delta, Done
+from headrace.settings import Settings
+from tests.processes import part, serving
+
+MODEL = "sim-model"
+BODY = {"messages": [{"role": "user", "content": "go on"}], "max_tokens": 30, "ignore_eos": True}
+
+
+async def test_streams_outlive_the_router_that_accepted_them(broker_url: str, prefix: str, tmp_path: Path) -> None:
+    settings = Settings(prefix=prefix)
+    worker = part(
+        "serve", "worker", "--engine", "sim", "--model", MODEL, "-o", "tokens_per_second=30",
+        url=broker_url, prefix=prefix, state_dir=tmp_path,
+    )  # fmt: skip
+    router = part("serve", "router", url=broker_url, prefix=prefix, state_dir=tmp_path)
+    async with worker, router, headrace.client.connect(broker_url, settings=settings) as client:
+
+        await serving(client, MODEL)
+        nc = await nats.connect(broker_url)
+        try:
+            inbox = nc.new_inbox()
+            bare = await nc.subscribe(inbox)
+            await nc.publish(f"{prefix}.infer.default.chat.{MODEL}", json.dumps(BODY).encode(), reply=inbox)
+            kinds = [(await bare.next_msg(5)).headers["Headrace-Event"] for _ in range(2)]
+            assert kinds[0] == "accepted"  # the router's answer; what follows is the broker's own delivery
+
+            events = aiter(client.stream(model=MODEL, **BODY))
+            assert isinstance(await anext(events), Accepted)
+            router.send_signal(signal.SIGKILL)
+            assert await asyncio.wait_for(router.wait(), 5) == -signal.SIGKILL
+
+            rest = [event async for event in events]
+            assert isinstance(rest[-1], Done)
+            assert rest[-1].text == "".join(event.text for event in rest if isinstance(event, Delta))
+            assert rest[-1].usage is not None
+            assert rest[-1].usage.completion_tokens == 30
+
+            offset = 0
+            while True:
+                message = await bare.next_msg(10)
+                kind = message.headers["Headrace-Event"]
+                if kind == "delta":
+                    assert int(message.headers["Headrace-Offset"]) == offset
+                    offset += int(message.headers["Headrace-Count"])
+                if kind == "done":
+                    break
+            assert offset == 30
+        finally:
+            await nc.close()
