@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Final, Self
+from typing import IO, Final, Self
 
 __all__ = ["Backoff", "ChildProcess", "stop_event", "wait_first"]
 
@@ -25,7 +25,9 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 @contextlib.asynccontextmanager
-async def stop_event(signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> AsyncIterator[asyncio.Event]:
+async def stop_event(
+    signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
+) -> AsyncIterator[asyncio.Event]:
     """The process's one stop event: the first signal sets it, a second exits at once with 128 + its number."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -121,19 +123,30 @@ class ChildProcess:
         self._is_stopped = False
 
     async def __aenter__(self) -> Self:
-        self._process = await asyncio.create_subprocess_exec(
-            *self._argv,
-            env=self._env,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_die_with_parent(os.getpid(), self._death_signal),
-        )
-        self._reader = asyncio.create_task(self._read_output(), name=f"output of {self.name}")
+        # A pipe of our own: asyncio's would make `wait` last until every descendant that inherited it has ended.
+        read_end, write_end = os.pipe()
+        output = os.fdopen(read_end, "rb", 0)
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._argv,
+                env=self._env,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=write_end,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent(os.getpid(), self._death_signal),
+            )
+        except BaseException:
+            output.close()
+            raise
+        finally:
+            os.close(write_end)
+        self._reader = asyncio.create_task(self._read_output(output), name=f"output of {self.name}")
         return self
 
-    async def __aexit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
         await self.stop()
 
     @property
@@ -168,7 +181,8 @@ class ChildProcess:
             if process.returncode is None:
                 self.send_signal(self._stop_signal)
                 try:
-                    await asyncio.wait_for(process.wait(), self._stop_timeout_s)
+                    async with asyncio.timeout(self._stop_timeout_s):
+                        await process.wait()
                 except TimeoutError:
                     log.warning("%s did not stop in %.1f s; killing it", self.name, self._stop_timeout_s)
         finally:
@@ -193,12 +207,20 @@ class ChildProcess:
         if self._reader is not None:
             await asyncio.wait((self._reader,), timeout=_LAST_OUTPUT_S)
 
-    async def _read_output(self) -> None:
-        stdout = self._running.stdout
-        assert stdout is not None
+    async def _read_output(self, output: IO[bytes]) -> None:
+        stream = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), output
+        )
+        try:
+            await self._read_lines(stream)
+        finally:
+            transport.close()
+
+    async def _read_lines(self, stream: asyncio.StreamReader) -> None:
         while True:
             try:
-                raw = await stdout.readline()
+                raw = await stream.readline()
             except ValueError:  # a line beyond the buffer's limit: dropped, the next is read
                 continue
             if not raw:

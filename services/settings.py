@@ -1,4 +1,7 @@
-"""Settings, read once: a TOML file, then `HEADRACE_*` variables, then flags. What is unknown or out of range stops the start."""
+"""Settings, read once: a TOML file, then `HEADRACE_*` variables, then flags.
+
+What is unknown or out of range stops the start.
+"""
 
 import os
 import tomllib

@@ -6,7 +6,6 @@ from typing import Any, Final
 import msgspec
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
-from nats.errors import TimeoutError as NatsTimeoutError
 
 from headrace.bus.connection import Bus
 from headrace.errors import BrokerUnavailableError
@@ -49,7 +48,9 @@ async def _request_many(bus: Bus, stream: str, payload: dict[str, Any]) -> list[
     try:
         await bus.publish(f"$JS.API.DIRECT.GET.{stream}", msgspec.json.encode(payload), reply=inbox)
         while True:
-            message = await subscription.next_msg(timeout_s)
+            message = await bus.next_message(subscription, timeout_s)
+            if message is None:
+                raise BrokerUnavailableError(f"cannot read {stream}: no answer within {timeout_s:g} s")
             status = (message.headers or {}).get("Status")
             if status is None:
                 messages.append(message)
@@ -57,8 +58,6 @@ async def _request_many(bus: Bus, stream: str, payload: dict[str, Any]) -> list[
                 return messages
             else:
                 raise BrokerUnavailableError(f"cannot read {stream}: status {status}")
-    except (TimeoutError, NatsTimeoutError):
-        raise BrokerUnavailableError(f"cannot read {stream}: no answer within {timeout_s:g} s") from None
     finally:
         with contextlib.suppress(NatsError):  # the connection may be closed by now
             await subscription.unsubscribe()

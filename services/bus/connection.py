@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import msgspec
 from nats.aio.client import Client
@@ -23,6 +23,8 @@ from headrace.settings import Settings
 __all__ = ["ApiRefused", "Bus", "Refused", "StoreResult", "Stored", "Unknown", "connect"]
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 # JetStream error codes, from the server's errors.json.
 ERR_STREAM_NOT_FOUND: Final = 10059
@@ -124,7 +126,8 @@ class Bus:
     ) -> None:
         self._is_leaving = True
         with contextlib.suppress(NatsError, TimeoutError, OSError):
-            await asyncio.wait_for(self.nc.flush(), self.settings.request_timeout_s)
+            async with asyncio.timeout(self.settings.request_timeout_s):
+                await self.nc.flush()
         await self.nc.close()
 
     @property
@@ -153,7 +156,7 @@ class Bus:
         """One request and its first reply. Raises NotProvisionedError (no responders), BrokerUnavailableError (no answer)."""
         timeout_s = timeout_s or self.settings.request_timeout_s
         try:
-            return await self.nc.request(subject, data, timeout=timeout_s, headers=headers)
+            return await _honouring_cancel(self.nc.request(subject, data, timeout=timeout_s, headers=headers))
         except NoRespondersError:
             raise NotProvisionedError(f"nobody answers on {subject}") from None
         except (NatsTimeoutError, TimeoutError):
@@ -206,6 +209,15 @@ class Bus:
         except (NatsError, OSError) as error:
             raise BrokerUnavailableError(f"cannot subscribe to {subject}: {error or type(error).__name__}") from None
 
+    async def next_message(self, subscription: Subscription, timeout_s: float) -> Msg | None:
+        """The next message of a subscription without a callback; None if none came in time."""
+        try:
+            return await _honouring_cancel(subscription.next_msg(max(timeout_s, 0.001)))
+        except NatsTimeoutError:
+            return None
+        except NatsError as error:
+            raise BrokerUnavailableError(f"{subscription.subject}: {error or type(error).__name__}") from None
+
     def _too_large(self, data: bytes, headers: Mapping[str, str]) -> str:
         # The server answers a message beyond its limit with an error that ends the connection for good.
         size_bytes = len(data) + sum(len(name) + len(value) + 4 for name, value in headers.items()) + 16
@@ -215,6 +227,20 @@ class Bus:
     def new_inbox(self) -> str:
         """A fresh inbox under this connection's prefix."""
         return str(self.nc.new_inbox())
+
+
+async def _honouring_cancel(awaitable: Awaitable[_T]) -> _T:
+    """Await something of nats-py without losing a cancellation.
+
+    It waits with `asyncio.wait_for`, which before Python 3.12 drops a cancellation that comes in the same turn of the
+    loop as the result; a background task would then run on for ever.
+    """
+    task = asyncio.current_task()
+    num_cancels = task.cancelling() if task is not None else 0
+    result = await awaitable
+    if task is not None and task.cancelling() > num_cancels:
+        raise asyncio.CancelledError
+    return result
 
 
 @contextlib.asynccontextmanager
@@ -250,8 +276,8 @@ async def connect(
 
     nc = Client()
     try:
-        await asyncio.wait_for(
-            nc.connect(
+        async with asyncio.timeout(settings.retry_for_s):
+            await nc.connect(
                 url,
                 name=name,
                 inbox_prefix=inbox_prefix.encode(),
@@ -263,9 +289,7 @@ async def connect(
                 closed_cb=on_closed,
                 reconnected_cb=on_reconnected,
                 disconnected_cb=on_disconnected,
-            ),
-            settings.retry_for_s,
-        )
+            )
     except (TimeoutError, NatsError, OSError, ValueError) as error:
         reason = problems[0] if problems else str(error) or type(error).__name__
         with contextlib.suppress(NatsError, OSError):

@@ -7,7 +7,6 @@ from typing import Any, Final
 
 import msgspec
 from nats.aio.msg import Msg
-from nats.errors import TimeoutError as NatsTimeoutError
 
 from headrace.bus.batchget import batch_get
 from headrace.bus.connection import (
@@ -144,7 +143,7 @@ class JobLog:
         return name, created.num_pending + created.delivered.consumer_seq
 
     async def read_delivered(self, tenant: str, job: str, *, from_sequence: int = 1) -> list[Event]:
-        """Like `read`, by a short-lived consumer: a client may be permitted that for its own tenant's subjects alone."""
+        """Like `read`, by a short-lived consumer, which a client may be permitted for its own tenant's subjects alone."""
         inbox = self._bus.new_inbox()
         subscription = await self._bus.subscribe(inbox)
         timeout_s = self._bus.settings.request_timeout_s
@@ -152,12 +151,12 @@ class JobLog:
             name, number = await self.deliver(tenant, job, inbox, from_sequence=from_sequence)
             events: list[Event] = []
             for _ in range(number):
-                message = await subscription.next_msg(timeout_s)
+                message = await self._bus.next_message(subscription, timeout_s)
+                if message is None:
+                    raise BrokerUnavailableError(f"the log of job {job} was not sent within {timeout_s:g} s")
                 event = event_of_delivery(message)
                 if event is not None:
                     events.append(event)
-        except NatsTimeoutError:
-            raise BrokerUnavailableError(f"the log of job {job} was not sent within {timeout_s:g} s") from None
         finally:
             await subscription.unsubscribe()
         await self.stop_delivery(job, name)

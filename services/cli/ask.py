@@ -101,9 +101,7 @@ def ask(
         raise KeyboardInterrupt
 
 
-async def _ask(
-    settings: Settings, request: dict[str, Any], model: str | None, *, tenant: str, as_json: bool
-) -> Finish:
+async def _ask(settings: Settings, request: dict[str, Any], model: str | None, *, tenant: str, as_json: bool) -> Finish:
     async with stop_event() as stop, connect(tenant=tenant, settings=settings, name="headrace-ask") as client:
         model = model or await only_model(client.bus)
         answer = Answer(sent_at=time.monotonic())

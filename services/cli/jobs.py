@@ -98,7 +98,8 @@ async def _show(settings: Settings, job: str, tenant: str) -> ShownJob:
         events = await timeline(bus, tenant, job)
         if not events:
             raise RequestError(
-                Refusal(code="job_not_found", message=f"no job {job} of tenant {tenant}, or its log has expired"), job=job
+                Refusal(code="job_not_found", message=f"no job {job} of tenant {tenant}, or its log has expired"),
+                job=job,
             )
         state = fold(each.event for each in events)
         place: JobStatus | None = None

@@ -46,7 +46,9 @@ def duration(seconds: float | None) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, right: Sequence[str] = ()) -> Table:
+def table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, right: Sequence[str] = ()
+) -> Table:
     """A table without lines; the columns named in `right` hold numbers. Cells are shown as they are, never as markup."""
     drawn = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
     for column in columns:

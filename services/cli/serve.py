@@ -56,7 +56,9 @@ def monitor(settings: Settings, log_format: LogFormat) -> None:
 @click.option("--engine", type=click.Choice(ENGINES), required=True, help="What computes the tokens.")
 @click.option("--model", metavar="NAME", help=f"The model's name for clients; default with llama: {DEFAULT_MODEL}.")
 @click.option("--engine-url", metavar="URL", help="Where the server of engine openai answers, with or without /v1.")
-@click.option("--kv-tokens", type=click.IntRange(min=1), help="KV-cache tokens it may hold, if the engine does not say.")
+@click.option(
+    "--kv-tokens", type=click.IntRange(min=1), help="KV-cache tokens it may hold, if the engine does not say."
+)
 @click.option("--max-concurrency", type=click.IntRange(min=1), help="Requests it runs at once, at most.")
 @click.option("--pool", metavar="NAME", default=DEFAULT_POOL, show_default=True, help="Pool whose queues it serves.")
 @click.option("--worker-id", metavar="ID", help="Default: HEADRACE_WORKER_ID, else made up.")

@@ -10,7 +10,6 @@ from typing import Final, Self
 
 import msgspec
 from nats.aio.subscription import Subscription
-from nats.errors import TimeoutError as NatsTimeoutError
 
 from headrace import telemetry
 from headrace.bus.connection import Bus
@@ -169,9 +168,8 @@ class JobStream:
         """The router's answer; None if none came in time or no router runs. Events that come before it are kept."""
         until = time.monotonic() + self._bus.settings.request_timeout_s
         while True:
-            try:
-                message = await subscription.next_msg(max(0.001, until - time.monotonic()))
-            except NatsTimeoutError:
+            message = await self._bus.next_message(subscription, until - time.monotonic())
+            if message is None:
                 return None
             headers: Mapping[str, str] = message.headers or {}
             if headers.get("Status") == _STATUS_NO_RESPONDERS:
@@ -217,9 +215,8 @@ class JobStream:
             return self._early.popleft()
         until = time.monotonic() + silence_s
         while True:
-            try:
-                message = await subscription.next_msg(max(0.001, until - time.monotonic()))
-            except NatsTimeoutError:
+            message = await self._bus.next_message(subscription, until - time.monotonic())
+            if message is None:
                 return None
             event = event_of_republish(message)
             if event is not None:

@@ -26,11 +26,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 def live_beats(view: Mapping[str, SeenBeat]) -> dict[str, Heartbeat]:
     """The last beats of the workers that live: neither expired nor removed nor tombstoned."""
-    return {
-        worker: seen.beat
-        for worker, seen in view.items()
-        if seen.beat is not None and not seen.beat.is_tombstone
-    }
+    return {worker: seen.beat for worker, seen in view.items() if seen.beat is not None and not seen.beat.is_tombstone}
 
 
 def changes_between(

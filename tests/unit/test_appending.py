@@ -84,9 +84,7 @@ class TestJudge:
 
     def test_my_claim_for_another_message_is_a_fence(self) -> None:
         """One worker may hold two messages of a job; only the claim that won may run."""
-        other = events.started(
-            "j", msgspec.structs.replace(ME, queue_sequence=8), attempt=1, offset=0, body_hash=""
-        )
+        other = events.started("j", msgspec.structs.replace(ME, queue_sequence=8), attempt=1, offset=0, body_hash="")
         assert judge(other, expected=0, last=STARTED) is Verdict.FENCED
 
     @given(st.integers(0, 30), st.integers(1, 30), st.sampled_from([delta(5), CANCELLED, REQUEUED, STARTED]))

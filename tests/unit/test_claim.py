@@ -173,7 +173,9 @@ class TestOwnerAlive:
 class TestOwnerGone:
     @pytest.mark.parametrize("state", [RUNNING_THERE, WRITING_THERE])
     @pytest.mark.parametrize(
-        "seen", [None, EXPIRED, beat(Q, is_tombstone=True), beat(Q, epoch="later")], ids=["gone", "expired", "dead", "new"]
+        "seen",
+        [None, EXPIRED, beat(Q, is_tombstone=True), beat(Q, epoch="later")],
+        ids=["gone", "expired", "dead", "new"],
     )
     def test_by_death_is_a_fault(self, state: JobState, seen: SeenBeat | None) -> None:
         decision = decide(situation(state, owner_seen=seen))

@@ -166,8 +166,7 @@ def test_tokens_without_a_hole_from_the_first(log: list[Event], is_whole: bool) 
 def test_chain_without_a_gap(last_sequences: tuple[int | None, ...]) -> None:
     log = chain(RUN, event("delta", count=1), event("delta", offset=1, count=1))
     linked = [
-        msgspec.structs.replace(entry, last_sequence=last)
-        for entry, last in zip(log, last_sequences, strict=True)
+        msgspec.structs.replace(entry, last_sequence=last) for entry, last in zip(log, last_sequences, strict=True)
     ]
     assert fold(linked).is_whole is (last_sequences == (0, 10, None))
 

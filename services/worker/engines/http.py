@@ -182,9 +182,7 @@ class HttpAdapter:
                         if answer.is_finished:
                             return
                         raise _error_of_frame(chunk, request, answer)
-                    shown = answer.push(chunk)
-                    if shown is not None:
-                        yield shown
+                    yield answer.push(chunk) or EngineChunk()
                     if answer.is_finished and answer.is_cut:
                         return
             if not answer.is_finished:
