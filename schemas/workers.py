@@ -23,8 +23,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """One beat: sent by a worker as compare-and-set on its key's revision with a TTL, read by monitors and `status`.
 
     A key that is gone or overwritten refuses the next beat, which is how a worker learns it was declared dead.
-    `epoch` names one registration. Token figures are KV-cache tokens; memory figures are bytes, None where the engine
-    has no GPU memory of its own.
+    `epoch` names one registration. Token figures are KV-cache tokens; memory figures are bytes of what
+    `memory_source` names (`system`: the host's), None where that is not known.
     """
 
     worker: str
@@ -41,6 +41,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     memory_total_bytes: int | None = None
     memory_free_bytes: int | None = None
     memory_reserved_bytes: int | None = None
+    memory_source: str | None = None
     kv_capacity_tokens: int = 0
     kv_reserved_tokens: int = 0
     block_size: int = 1

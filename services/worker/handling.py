@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final, NamedTuple
 
 import msgspec
@@ -48,6 +48,7 @@ _HOLE_PAUSE_S: Final = 0.2
 _FIRST_RETRY_S: Final = 0.5
 _BUSY_RETRY_S: Final = 0.25
 _MAX_RETRY_S: Final = 30.0
+_SERVICE_TIME_WEIGHT: Final = 0.1
 
 
 class Plan(NamedTuple):
@@ -62,8 +63,9 @@ class Plan(NamedTuple):
 class Handler:
     """Takes fetched messages to their end. One per worker.
 
-    `identity` gives this registration as an owner for a queue sequence; `room_changed` is called when memory or a slot
-    is freed. Nothing it does with one message can hurt another.
+    `identity` gives this registration as an owner for a queue sequence; `beat_settled` waits for a beat under way;
+    `room_changed` is called when memory or a slot is freed. Nothing it does with one message can hurt another.
+    `seconds_per_job` is a moving average over the jobs it ran to their end.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Handler:
         ledger: Ledger,
         held: HeldSet,
         identity: Callable[[int], Owner],
+        beat_settled: Callable[[], Awaitable[None]],
         room_changed: Callable[[], None],
         job_ended: Callable[[str, str], None],
     ) -> None:
@@ -87,10 +90,12 @@ class Handler:
         self._ledger = ledger
         self._held = held
         self._identity = identity
+        self._beat_settled = beat_settled
         self._room_changed = room_changed
         self._job_ended = job_ended
         self._released = asyncio.Event()
         self.is_draining = False
+        self.seconds_per_job: float | None = None
 
     async def handle(self, delivery: Delivery) -> None:
         """Take one message to its end; never raises but for cancellation."""
@@ -107,8 +112,8 @@ class Handler:
         try:
             with step_span(Step.PROCESS, job.model, parent=parent, attributes=self._attributes(delivery, job)) as span:
                 await self._process(held, job, span)
-        except BrokerError as error:
-            log.warning("job %s: %s; the broker will deliver it again", job.job, error)
+        except (BrokerError, TimeoutError) as error:
+            log.warning("job %s: %s; the broker will deliver it again", job.job, error or "no beat was acknowledged")
         except Exception:
             log.exception("job %s: unexpected error; the broker will deliver it again", job.job)
         finally:
@@ -277,6 +282,10 @@ class Handler:
         return True
 
     async def _claim_and_run(self, held: Held, job: Job, plan: Plan, state: JobState, span: Span) -> bool:
+        async with asyncio.timeout(self._settings.retry_for_s):
+            await self._beat_settled()
+        if held.is_void:
+            return True
         owner = self._identity(held.delivery.sequence)
         held.attempt = state.attempt
         event = events.started(
@@ -289,6 +298,8 @@ class Handler:
         )
         writer = self._writer(job, state)
         result = await writer.append(event)
+        if held.is_void:
+            return True
         if not isinstance(result, Appended):
             return False
         started = msgspec.structs.replace(event, sequence=result.sequence)
@@ -333,10 +344,15 @@ class Handler:
             span=span,
         )
         self._room_changed()
+        began = time.monotonic()
         try:
             outcome = await execution.run()
         finally:
             held.execution = None
+        if held.is_void:
+            outcome = Outcome(kind=ResultKind.FORGET)
+        elif outcome.kind is ResultKind.SETTLED:
+            self._note_service_time(time.monotonic() - began)
         await self._after_run(held, job, state, outcome, span)
 
     async def _after_run(self, held: Held, job: Job, state: JobState, outcome: Outcome, span: Span) -> None:
@@ -398,13 +414,18 @@ class Handler:
         await self._settle(held, job)
         return True
 
+    def _note_service_time(self, seconds: float) -> None:
+        known = self.seconds_per_job
+        self.seconds_per_job = seconds if known is None else known + _SERVICE_TIME_WEIGHT * (seconds - known)
+
     async def _settle(self, held: Held, job: Job) -> None:
         await self._queue.ack(held.delivery)
         self._job_ended(job.tenant, job.job)
 
     async def _hand_back(self, held: Held, job: Job, *, delay_s: float = 0.0) -> None:
         await self._queue.nak(held.delivery, delay_s=delay_s)
-        await self._queue.wake(held.delivery.queue, job.headers())
+        if not delay_s:  # else nobody could fetch it yet; whoever looks around finds it in time
+            await self._queue.wake(held.delivery.queue, job.headers())
 
     async def _write_dead_letter(self, job: Job, state: JobState) -> None:
         await write_dead_letter(

@@ -1,4 +1,4 @@
-"""The worker's heartbeat: one key, written by compare-and-set, so that a worker declared dead learns it at its next beat."""
+"""The worker's heartbeat: one key, written by compare-and-set, so that a worker declared dead learns it when it beats."""
 
 import asyncio
 import logging
@@ -45,6 +45,7 @@ class Heart:
         self._new_epoch = new_epoch
         self._on_lost = on_lost
         self._changed = asyncio.Event()
+        self._settled = asyncio.Event()
         self._last_ok = -float("inf")
         self.epoch = new_epoch()
         self.revision = 0
@@ -76,6 +77,14 @@ class Heart:
         if not isinstance(result, Stored):
             raise BrokerUnavailableError(f"cannot register worker {self._worker}: {result.reason}")
 
+    async def settled(self) -> None:
+        """Wait until no beat is under way whose outcome is open.
+
+        A claim names the last acknowledged beat, and any later one must list what was claimed. So a claim waits for a
+        beat that was composed before its message was listed, or others would take the owner for one that gave it up.
+        """
+        await self._settled.wait()
+
     async def run(self) -> None:
         """Beat until cancelled."""
         while True:
@@ -96,10 +105,12 @@ class Heart:
         await self._bucket.remove(self._worker, expected_revision=self.revision)
 
     async def _beat(self) -> StoreResult:
+        self._settled.clear()
         result = await self._bucket.put(self._compose(), expected_revision=self.revision, ttl_s=self._ttl_s)
         if isinstance(result, Stored):
             self.revision = result.sequence
             self._last_ok = time.monotonic()
+            self._settled.set()
         return result
 
     async def _was_mine(self) -> bool:
@@ -124,6 +135,7 @@ class Heart:
         now = await self._bucket.get(self._worker)
         if now is not None and now.beat is not None and now.revision != seen.revision and not now.beat.is_tombstone:
             raise ConfigError(
-                f"worker id in use: {self._worker!r} runs on {now.beat.host} (process {now.beat.pid}); choose another HEADRACE_WORKER_ID"
+                f"worker id in use: {self._worker!r} runs on {now.beat.host} (process {now.beat.pid}); "
+                "choose another HEADRACE_WORKER_ID"
             )
         return now

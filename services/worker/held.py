@@ -19,7 +19,10 @@ _RENEWALS_PER_ACK_WAIT: Final = 3
 
 
 class Held:
-    """One held message. `execution` is set while the engine works on it, `is_waiting` while it does not fit."""
+    """One held message. `execution` is set while the engine works on it, `is_waiting` while it does not fit.
+
+    `is_void` once the worker lost its registration: then nothing more may be written for it, nor settled.
+    """
 
     def __init__(self, delivery: Delivery, tenant: Tenant, job: JobId) -> None:
         self.delivery = delivery
@@ -28,6 +31,7 @@ class Held:
         self.attempt = 1
         self.execution: Execution | None = None
         self.is_waiting = False
+        self.is_void = False
 
     def as_request(self) -> HeldRequest:
         """Its line in the heartbeat."""
@@ -75,6 +79,14 @@ class HeldSet:
     def of_job(self, tenant: str, job: str) -> list[Held]:
         """Messages of one job; more than one where it was queued twice."""
         return [held for held in self if (held.tenant, held.job) == (tenant, job)]
+
+    def void_all(self) -> None:
+        """The registration is lost: stop what runs and forget everything, with nothing said to the broker."""
+        for held in self:
+            held.is_void = True
+            if held.execution is not None:
+                held.execution.stop("fenced")
+            self.remove(held)
 
     @property
     def num_waiting(self) -> int:

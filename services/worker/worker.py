@@ -29,6 +29,7 @@ from headrace.worker.handling import Handler
 from headrace.worker.heart import Heart
 from headrace.worker.held import HeldSet
 from headrace.worker.ledger import Ledger
+from headrace.worker.memory import read_host_memory
 from headrace.worker.puller import Puller
 from headrace.worker.tokenizing import tokenize_endpoint
 
@@ -94,6 +95,7 @@ class Worker:
             ledger=self._ledger,
             held=self._held,
             identity=self._identity,
+            beat_settled=self._heart.settled,
             room_changed=self._room_changed,
             job_ended=self._job_ended,
         )
@@ -237,6 +239,7 @@ class Worker:
     def _beat(self) -> Heartbeat:
         is_started = self._state != "Starting"
         facts = self._engine.facts if is_started else None
+        memory = read_host_memory()
         return Heartbeat(
             worker=self._options.worker,
             epoch=self._heart.epoch,
@@ -256,13 +259,16 @@ class Worker:
             running=self._held.num_running,
             waiting=self._held.num_waiting,
             interval_s=self._settings.heartbeat_s,
+            memory_total_bytes=memory.total_bytes if memory is not None else None,
+            memory_free_bytes=memory.free_bytes if memory is not None else None,
+            memory_source=memory.source if memory is not None else None,
+            seconds_per_job=self._handler.seconds_per_job,
             reason=self._reason,
             held=tuple(held.as_request() for held in self._held),
         )
 
     async def _on_lost(self) -> None:
-        for execution in self._held.executions():
-            execution.stop("fenced")
+        self._held.void_all()
 
     # what is done to it
 

@@ -275,7 +275,7 @@ async def test_a_closed_connection_raises_our_errors_and_says_so(broker_url: str
 
 async def test_no_broker_is_said_with_its_address_and_without_its_password() -> None:
     settings = Settings(state_dir="unused", retry_for_s=0.5)
-    with pytest.raises(BrokerUnavailableError, match=r"no NATS server answers at nats://127\.0\.0\.1:9: .*refused") as no:
+    with pytest.raises(BrokerUnavailableError, match=r"no NATS server answers at nats://127\.0\.0\.1:9: .*failed") as no:
         async with connect("nats://me:secret@127.0.0.1:9", settings, name="test"):
             pass
     assert "secret" not in str(no.value)
@@ -292,6 +292,7 @@ async def test_a_callback_that_fails_after_a_reconnect_hurts_no_other(bus: Bus) 
         called.set()
 
     bus.on_reconnect += [fails, works]
-    await bus.nc._transport.close()  # type: ignore[union-attr,misc,func-returns-value]  # as if the network broke
+    assert bus.nc._transport is not None
+    bus.nc._transport.close()  # as if the network broke
     await asyncio.wait_for(called.wait(), WITHIN_S)
     assert (await JobLog(bus).state("default", "j")) == JobState()
