@@ -275,7 +275,9 @@ async def test_a_closed_connection_raises_our_errors_and_says_so(broker_url: str
 
 async def test_no_broker_is_said_with_its_address_and_without_its_password() -> None:
     settings = Settings(state_dir="unused", retry_for_s=0.5)
-    with pytest.raises(BrokerUnavailableError, match=r"no NATS server answers at nats://127\.0\.0\.1:9: .*failed") as no:
+    with pytest.raises(
+        BrokerUnavailableError, match=r"no NATS server answers at nats://127\.0\.0\.1:9: .*failed"
+    ) as no:
         async with connect("nats://me:secret@127.0.0.1:9", settings, name="test"):
             pass
     assert "secret" not in str(no.value)

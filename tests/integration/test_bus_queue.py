@@ -141,7 +141,9 @@ async def test_handed_back_is_first_again(bus: Bus) -> None:
     async with queue_of(bus) as (queue, _):
         await publish(queue, "a", "b", "c")
         first = await fetch(queue)
+        taken = await bus.subscribe(f"$JS.EVENT.ADVISORY.CONSUMER.MSG_NAKED.{queue.stream}.{QUEUE.consumer}")
         await queue.nak(first)
+        await taken.next_msg(WITHIN_S)  # the broker takes acks one by one, beside fetches
         again = await fetch(queue)
         assert (again.sequence, again.num_delivered) == (first.sequence, 2)
         assert (await fetch(queue)).sequence > first.sequence
@@ -277,7 +279,9 @@ async def test_a_message_after_its_fetch_gave_up_goes_to_on_late(bus: Bus, monke
     held = HeldBack(queue, monkeypatch)
     async with queue:
         await publish(queue, "a")
-        with pytest.raises(BrokerUnavailableError, match=r"no answer to a fetch from default_normal_default within 0\.2 s"):
+        with pytest.raises(
+            BrokerUnavailableError, match=r"no answer to a fetch from default_normal_default within 0\.2 s"
+        ):
             await queue.fetch(QUEUE)
         held.gate.set()
         assert (await late.next()).job == job("a")
