@@ -78,7 +78,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """One event. `data` is the JSON body as clients see it; the other fields are its headers and what the rules need.
 
     `offset` is the number of tokens before it, `count` the tokens in it. `sequence` and `last_sequence` are its place
-    in the job's chain: set when read, 0 and None when about to be written.
+    in the job's chain, `ttl_s` the time to live it was stored with: set when read, 0 and None when about to be written.
     """
 
     kind: EventKind
@@ -94,6 +94,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     queue_sequence: int | None = None
     is_dead: bool = False
+    ttl_s: int = 0
     sequence: int = 0
     last_sequence: int | None = None
 
@@ -142,6 +143,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
         if self.owner is not None:
             headers[subjects.HDR_WORKER] = self.owner.worker
             headers[subjects.HDR_EPOCH] = self.owner.epoch
+            if self.owner.engine_run:
+                headers[subjects.HDR_ENGINE_RUN] = str(self.owner.engine_run)
         if self.body_hash:
             headers[subjects.HDR_HASH] = self.body_hash
         if self.is_dead:
@@ -253,6 +256,7 @@ def decode(headers: Mapping[str, str] | None, data: bytes, *, sequence: int, las
             owner=_owner(headers),
             body_hash=headers.get(subjects.HDR_HASH, ""),
             is_dead=_HDR_DEAD in headers,
+            ttl_s=int(headers.get(subjects.HDR_TTL, "0")),
             sequence=sequence,
             last_sequence=last_sequence,
         )
@@ -263,7 +267,9 @@ def decode(headers: Mapping[str, str] | None, data: bytes, *, sequence: int, las
 
 def _owner(headers: Mapping[str, str]) -> Owner | None:
     worker, epoch = headers.get(subjects.HDR_WORKER), headers.get(subjects.HDR_EPOCH)
-    return Owner(worker=worker, epoch=epoch) if worker is not None and epoch is not None else None
+    if worker is None or epoch is None:
+        return None
+    return Owner(worker=worker, epoch=epoch, engine_run=int(headers.get(subjects.HDR_ENGINE_RUN, "0")))
 
 
 def _with_body(event: Event) -> Event:

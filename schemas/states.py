@@ -49,6 +49,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     `attempt` is the attempt that runs or would run next, counted from 1. `faults` are the distinct (worker, epoch,
     engine run) lost with the job running. `owner` is who runs it, None unless running. `num_tokens` is the offset of
     the next token. `sequence` is the log sequence of the last event, 0 for an empty log: the next append expects it.
+    `ttl_s` is the time to live every event of the job gets.
     `is_whole` says that nothing is missing in what was read: the chain has no gap and the tokens begin at 0.
     """
 
@@ -62,6 +63,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     was_started: bool = False
     body_hash: str = ""
     model: str = ""
+    ttl_s: int = 0
     queue_sequence: int | None = None
     is_whole: bool = True
 
@@ -112,6 +114,7 @@ def _apply(state: JobState, event: Event) -> JobState:
         was_started=state.was_started or event.kind in ("started", "delta", "requeued", "done"),
         body_hash=event.body_hash or state.body_hash,
         model=event.model or state.model,
+        ttl_s=event.ttl_s or state.ttl_s,
         queue_sequence=queue_sequence,
         is_whole=state.is_whole and follows,
     )

@@ -91,9 +91,9 @@ class Control:
         await refuse(self._bus, incoming, Refusal(code="internal", message="the broker gave no clear answer in time"))
 
     async def _append(self, tenant: str, state: JobState, event: Event, queued: Job | None) -> bool:
-        # Longer than needed is harmless, shorter would break the fence; the longest deadline is the safe guess.
+        # A terminal event may outlive the others, never the other way round: the longest deadline is the safe guess.
         deadline_s = queued.deadline_s if queued is not None else self._bus.settings.max_deadline_s
-        ttl_s = deadline_s + self._bus.settings.log_retention_s
+        ttl_s = state.ttl_s or deadline_s + self._bus.settings.log_retention_s
         return isinstance(await self._log.append(tenant, event, expected=state.sequence, ttl_s=ttl_s), Stored)
 
     async def _after_end(self, tenant: str, job: str, state: JobState, queued: Job | None) -> None:
