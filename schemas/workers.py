@@ -23,7 +23,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """One beat: sent by a worker as compare-and-set on its key's revision with a TTL, read by monitors and `status`.
 
     A key that is gone or overwritten refuses the next beat, which is how a worker learns it was declared dead.
-    `epoch` names one registration. Token figures are KV-cache tokens; memory figures are bytes of what
+    `epoch` names one registration, `connection` the broker connection (server id and client id) it beats on. Token figures are KV-cache tokens; memory figures are bytes of what
     `memory_source` names (`system`: the host's), None where that is not known.
     """
 
@@ -53,6 +53,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     interval_s: float = 0.5
     tokens_per_second: float | None = None
     seconds_per_job: float | None = None
+    connection: str = ""
     reason: str = ""
     held: tuple[HeldRequest, ...] = ()
     is_tombstone: bool = False
@@ -78,6 +79,11 @@ def is_owner_alive(owner: Owner, seen: SeenBeat | None) -> bool:
     if seen is None or seen.beat is None or seen.beat.is_tombstone or seen.beat.epoch != owner.epoch:
         return False
     return seen.beat.holds(owner.queue_sequence) or seen.revision <= owner.beat
+
+
+def has_died(owner: Owner, seen: SeenBeat | None) -> bool:
+    """Whether the owner's registration is gone, which counts as a fault; one that only let go of the job is not."""
+    return seen is None or seen.beat is None or seen.beat.is_tombstone or seen.beat.epoch != owner.epoch
 
 
 def decode_heartbeat(data: bytes) -> Heartbeat | None:

@@ -135,6 +135,13 @@ class Bus:
         """Whether the broker is reachable right now, as far as the client knows."""
         return bool(self.nc.is_connected)
 
+    @property
+    def connection_id(self) -> str:
+        """Server id and client id of the current connection, as the server's own notices name it; "" without one."""
+        if not self.nc.is_connected or self.nc.client_id is None:
+            return ""
+        return f"{self.nc._server_info.get('server_id', '')}/{self.nc.client_id}"
+
     async def api(
         self, subject: str, payload: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
     ) -> bytes:

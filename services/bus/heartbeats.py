@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
 from collections.abc import AsyncIterator
 from typing import Final
 
@@ -92,6 +93,7 @@ class WorkersView:
         self._bus = bus
         self._bucket = WorkersBucket(bus)
         self.workers: dict[str, SeenBeat] = {}
+        self.heard: dict[str, float] = {}
         self.changed = asyncio.Event()
         self.is_fresh = False
 
@@ -126,6 +128,8 @@ class WorkersView:
         worker = message.subject.rpartition(".")[2]
         known = self.workers.get(worker)
         beat = decode_heartbeat(message.data)
+        if known is not None and known.beat is not None and beat is not None and beat.epoch == known.beat.epoch:
+            self.heard[worker] = time.monotonic()
         if known is None or known.beat is None or beat is None or _differs(known.beat, beat):
             with contextlib.suppress(BrokerUnavailableError):
                 seen = await self._bucket.get(worker)
@@ -155,6 +159,7 @@ class WorkersView:
         known = self.workers.get(worker)
         if known is None or seen.revision > known.revision:
             self.workers[worker] = seen
+            self.heard[worker] = time.monotonic()
             self.changed.set()
 
 

@@ -12,6 +12,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
 from headrace.bus.connection import (
+    ERR_CONSUMER_NOT_FOUND,
     ERR_MESSAGE_NOT_FOUND,
     ERR_SEQUENCE_NOT_FOUND,
     ERR_STREAM_NOT_FOUND,
@@ -25,7 +26,7 @@ from headrace.schemas import subjects
 from headrace.schemas.jobs import Job, decode_job
 from headrace.schemas.subjects import QueueName
 
-__all__ = ["Delivery", "JobQueue", "QueueCounts"]
+__all__ = ["Delivery", "JobQueue", "Progress", "QueueCounts"]
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +55,29 @@ class _InfoState(msgspec.Struct, frozen=True):
     subjects: dict[str, int] | None = None
 
 
+class _Place(msgspec.Struct, frozen=True):
+    consumer_seq: int = 0
+    stream_seq: int = 0
+
+
 class _ConsumerInfo(msgspec.Struct, frozen=True):
     num_pending: int = 0
+    num_ack_pending: int = 0
+    delivered: _Place = _Place()
+    ack_floor: _Place = _Place()
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a queue's consumer is. What is in flight lies above `ack_floor` and up to `delivered` (stream sequences).
+
+    `consumer_sequence` counts deliveries.
+    """
+
+    num_in_flight: int
+    num_waiting: int
+    ack_floor: int
+    delivered: int
+    consumer_sequence: int
 
 
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,6 +175,32 @@ class JobQueue:
             return None
         num_pending = msgspec.json.decode(data, type=_ConsumerInfo).num_pending
         return max(0, num_pending - int(headers.get("Nats-Num-Pending", "0")) - 1)
+
+    async def progress(self, queue: QueueName) -> Progress | None:
+        """Where a queue's consumer stands; None if it has none yet."""
+        try:
+            data = await self._bus.api(f"CONSUMER.INFO.{self.stream}.{queue.consumer}")
+        except ApiRefused as refused:
+            if refused.err_code in (ERR_CONSUMER_NOT_FOUND, ERR_STREAM_NOT_FOUND):
+                return None
+            raise BrokerUnavailableError(f"consumer {queue.consumer} of {self.stream}: {refused}") from None
+        info = msgspec.json.decode(data, type=_ConsumerInfo)
+        return Progress(
+            num_in_flight=info.num_ack_pending,
+            num_waiting=info.num_pending,
+            ack_floor=info.ack_floor.stream_seq,
+            delivered=info.delivered.stream_seq,
+            consumer_sequence=info.delivered.consumer_seq,
+        )
+
+    async def nak_on_behalf(self, queue: QueueName, sequence: int, progress: Progress) -> None:
+        """Hand a message back that somebody else holds; `progress` must have been read just now.
+
+        The broker takes any consumer sequence above its ack floor and up to the last delivered; it redelivers the
+        message first.
+        """
+        subject = f"$JS.ACK.{self.stream}.{queue.consumer}.1.{sequence}.{progress.consumer_sequence}.0.0"
+        await self._bus.publish(subject, _NAK)
 
     async def delete(self, sequence: int) -> bool:
         """Delete a message of a job that ended; False if it was gone. Never for a job that has not."""

@@ -6,7 +6,7 @@ import msgspec
 
 from headrace.schemas.events import Owner
 from headrace.schemas.states import JobState
-from headrace.schemas.workers import SeenBeat, is_owner_alive
+from headrace.schemas.workers import SeenBeat, has_died, is_owner_alive
 
 __all__ = ["Action", "Decision", "Situation", "decide"]
 
@@ -90,10 +90,4 @@ def _owned(s: Situation, owner: Owner) -> Decision:
         return Decision(Action.REQUEUE)
     if is_owner_alive(owner, s.owner_seen):
         return Decision(Action.DROP)
-    has_same_epoch = (
-        s.owner_seen is not None
-        and s.owner_seen.beat is not None
-        and not s.owner_seen.beat.is_tombstone
-        and s.owner_seen.beat.epoch == owner.epoch
-    )
-    return Decision(Action.REQUEUE, lost=None if has_same_epoch else owner)
+    return Decision(Action.REQUEUE, lost=owner if has_died(owner, s.owner_seen) else None)

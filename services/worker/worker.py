@@ -263,6 +263,7 @@ class Worker:
             memory_free_bytes=memory.free_bytes if memory is not None else None,
             memory_source=memory.source if memory is not None else None,
             seconds_per_job=self._handler.seconds_per_job,
+            connection=self._bus.connection_id,
             reason=self._reason,
             held=tuple(held.as_request() for held in self._held),
         )

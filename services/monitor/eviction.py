@@ -1,0 +1,124 @@
+"""Taking over what a dead worker held: tombstone, `requeued`, NAK on its behalf, wake."""
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from headrace.bus.connection import Bus, Refused, Stored
+from headrace.bus.heartbeats import WorkersBucket
+from headrace.bus.joblog import JobLog
+from headrace.bus.jobqueue import JobQueue
+from headrace.errors import BrokerError
+from headrace.monitor.judgement import Remedied, Remedy, judge_listed
+from headrace.schemas import events
+from headrace.schemas.states import JobState, fold
+from headrace.schemas.subjects import QueueName
+from headrace.schemas.workers import Heartbeat, HeldRequest, SeenBeat
+
+__all__ = ["Evictor"]
+
+log = logging.getLogger(__name__)
+
+_TOMBSTONE_TTL_S: Final = 3600.0
+_MAX_APPENDS: Final = 4
+_MAX_REMEMBERED: Final = 100_000
+
+
+class Evictor:
+    """Evicts workers and hands their requests over. Any number of monitors may do so at once.
+
+    Whoever writes the tombstone acts; losing that compare-and-set means that the worker lives or another monitor was
+    first. `num_evicted` and `num_handed_back` count.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._bucket = WorkersBucket(bus)
+        self._log = JobLog(bus)
+        self._queues: dict[str, JobQueue] = {}
+        self._nakked: dict[tuple[str, int, str], float] = {}
+        self.num_evicted = 0
+        self.num_handed_back = 0
+
+    async def evict(self, seen: SeenBeat, last_beat: Heartbeat, *, reason: str) -> bool:
+        """Declare a worker dead on the revision that was observed; False if it lives or another monitor was first.
+
+        `last_beat` is its last known one: the beat itself, or what is remembered of it where the key has expired.
+        """
+        tombstone = msgspec.structs.replace(last_beat, is_tombstone=True, reason=reason)
+        result = await self._bucket.put(tombstone, expected_revision=seen.revision, ttl_s=_TOMBSTONE_TTL_S)
+        if not isinstance(result, Stored):
+            why = result.description if isinstance(result, Refused) else result.reason
+            log.info("worker %s is not evicted: %s", last_beat.worker, why)
+            return False
+        self.num_evicted += 1
+        log.warning("evicted worker %s (%s); it held %d requests", last_beat.worker, reason, len(last_beat.held))
+        await self.hand_over(last_beat)
+        return True
+
+    async def hand_over(self, beat: Heartbeat) -> None:
+        """Give everything a registration held that is gone back to its queues."""
+        states = await asyncio.gather(*(self._requeue(held, beat) for held in beat.held))
+        to_nak: dict[QueueName, list[HeldRequest]] = defaultdict(list)
+        for held, is_ours in zip(beat.held, states, strict=True):
+            queue = QueueName.from_consumer(held.consumer)
+            if is_ours and queue is not None:
+                to_nak[queue].append(held)
+        for queue, requests in to_nak.items():
+            await self.hand_back(beat.model, queue, [held.sequence for held in requests], holder=beat.epoch)
+
+    async def hand_back(self, model: str, queue: QueueName, sequences: Iterable[int], *, holder: str) -> None:
+        """NAK messages on behalf of a holder, once for each holder within the ack wait, and wake workers for them."""
+        job_queue = self.queue(model)
+        progress = await job_queue.progress(queue)
+        if progress is None:
+            return
+        now = time.monotonic()
+        for sequence in sequences:
+            key = (job_queue.stream, sequence, holder)
+            if now - self._nakked.get(key, -float("inf")) < self._bus.settings.ack_wait_s:
+                continue
+            if len(self._nakked) >= _MAX_REMEMBERED:
+                self._nakked.clear()
+            self._nakked[key] = now
+            self.num_handed_back += 1
+            await job_queue.nak_on_behalf(queue, sequence, progress)
+            await job_queue.wake(queue, {})
+
+    async def requeue(self, tenant: str, job: str, state: JobState, remedied: Remedied, *, reason: str) -> bool:
+        """Append `requeued` as judged; False if another event came first."""
+        event = events.requeued(
+            job, attempt=state.attempt + 1, offset=state.num_tokens, reason=reason, lost=remedied.lost
+        )
+        ttl_s = state.ttl_s or self._bus.settings.max_deadline_s + self._bus.settings.log_retention_s
+        return isinstance(await self._log.append(tenant, event, expected=state.sequence, ttl_s=ttl_s), Stored)
+
+    async def state(self, tenant: str, job: str) -> JobState:
+        """What a job's last event says: enough to judge and to follow it."""
+        last = await self._log.last(tenant, job)
+        return fold([last]) if last is not None else JobState()
+
+    def queue(self, model: str) -> JobQueue:
+        """The job queue of a model."""
+        if model not in self._queues:
+            self._queues[model] = JobQueue(self._bus, model)
+        return self._queues[model]
+
+    async def _requeue(self, held: HeldRequest, beat: Heartbeat) -> bool:
+        """Whether the message is now to be handed back: its job is requeued, or never started."""
+        try:
+            for _ in range(_MAX_APPENDS):
+                state = await self.state(held.tenant, held.job)
+                remedied = judge_listed(state, worker=beat.worker, epoch=beat.epoch)
+                if remedied.remedy is not Remedy.REQUEUE:
+                    return remedied.remedy is Remedy.HAND_BACK
+                if await self.requeue(held.tenant, held.job, state, remedied, reason="worker_lost"):
+                    return True
+        except BrokerError as error:
+            log.warning("job %s of worker %s is left to its ack wait: %s", held.job, beat.worker, error)
+        return False
