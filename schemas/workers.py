@@ -64,10 +64,11 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SeenBeat(msgspec.Struct, frozen=True, kw_only=True):
-    """A heartbeat as read from the bucket; `beat` is None where the key expired."""
+    """A heartbeat as read from the bucket; `beat` is None where the key expired, or `has_left` by its own will."""
 
     revision: int
     beat: Heartbeat | None
+    has_left: bool = False
 
 
 def is_owner_alive(owner: Owner, seen: SeenBeat | None) -> bool:

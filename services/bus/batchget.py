@@ -19,8 +19,8 @@ _STATUS_EOB = "204"
 _STATUS_NONE = ("404", "408")
 
 
-async def batch_get(bus: Bus, stream: str, subject: str, *, from_sequence: int) -> list[Msg]:
-    """All stored messages of a subject from a sequence on, in order.
+async def batch_get(bus: Bus, stream: str, subject: str, *, from_sequence: int, up_to: int | None = None) -> list[Msg]:
+    """All stored messages of a subject from a sequence on (and up to another), in order.
 
     Raises BrokerUnavailableError where the broker does not send the whole of it in time.
     """

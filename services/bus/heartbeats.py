@@ -22,6 +22,8 @@ __all__ = ["WorkersBucket", "WorkersView"]
 log = logging.getLogger(__name__)
 
 _RELIST_S: Final = 0.5
+_LEFT_FOR_S: Final = 60
+_KV_OPERATION: Final = "KV-Operation"
 _REMOVED_TTL_S: Final = 60
 
 
@@ -80,7 +82,9 @@ class WorkersBucket:
         headers = message.headers or {}
         if subjects.HDR_SEQUENCE not in headers:
             return None
-        return SeenBeat(revision=int(headers[subjects.HDR_SEQUENCE]), beat=_beat(message))
+        return SeenBeat(
+            revision=int(headers[subjects.HDR_SEQUENCE]), beat=_beat(message), has_left=_KV_OPERATION in headers
+        )
 
 
 class WorkersView:
@@ -105,6 +109,13 @@ class WorkersView:
             for worker, seen in self.workers.items()
             if seen.beat is not None and not seen.beat.is_tombstone
         }
+
+    async def refresh(self, worker: str) -> SeenBeat | None:
+        """Read one key now; returns it as it stands."""
+        seen = await self._bucket.get(worker)
+        if seen is not None:
+            self._take(worker, seen)
+        return seen
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -13,12 +13,12 @@ import msgspec
 from rich.status import Status
 
 from headrace.bus.connection import Bus
-from headrace.bus.overview import list_models
+from headrace.bus.overview import list_models, list_workers
 from headrace.cli.answer import Answer, follow
 from headrace.cli.options import with_settings
 from headrace.cli.render import console, duration, is_terminal, safe
 from headrace.client import Accepted, Client, JobStream, Requeued, Started, StreamEvent, connect
-from headrace.errors import ConfigError, HeadraceError, RequestError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.lifecycle import stop_event, wait_first
 from headrace.logs import configure_logging
 from headrace.schemas.chunks import Usage
@@ -120,12 +120,19 @@ async def _ask(settings: Settings, request: dict[str, Any], model: str | None, *
 
 
 async def only_model(bus: Bus) -> str:
-    """The model to ask when none is named. Raises HeadraceError where there is none, ConfigError where there are many."""
+    """The model to ask when none is named: the only known one, else the only one that a live worker serves.
+
+    Raises HeadraceError where there is none, ConfigError where there are many.
+    """
     models = await list_models(bus)
     if not models:
         raise HeadraceError("no model is known yet: start a worker, with `headrace up` or `headrace serve worker`")
     if len(models) > 1:
-        raise ConfigError(f"there are several models; choose with --model: {', '.join(models)}")
+        live, _ = await list_workers(bus)
+        served = {worker.model for worker in live}
+        if len(served) != 1:
+            raise ConfigError(f"there are several models; choose with --model: {', '.join(models)}")
+        models = list(served)
     return models[0]
 
 
@@ -146,8 +153,11 @@ async def _until(stop: asyncio.Event, reading: Any) -> bool:
 
 
 async def _cancel(stream: JobStream) -> None:
-    """Cancel what may have been accepted; a job the router does not know was not."""
-    with contextlib.suppress(RequestError):
+    """Cancel what may have been accepted; a job the router does not know was not.
+
+    Without a router or a broker nobody can be told: the deadline ends the job then.
+    """
+    with contextlib.suppress(HeadraceError, TimeoutError):
         async with asyncio.timeout(_CANCEL_WITHIN_S):
             await stream.cancel()
 
@@ -194,7 +204,7 @@ class _Screen:
         elif isinstance(event, Requeued):
             self._is_queued.set()
             if self._has_terminal and event.reason:
-                self._err.print(f"\n[{safe(event.reason)}: going on with attempt {event.attempt}]", markup=False)
+                self._err.print(f"\n[{safe(event.reason)}: going on with attempt {event.attempt}]", markup=False, soft_wrap=True)
         elif isinstance(event, Started):
             self._is_queued.clear()
             self._stop_status()
@@ -204,7 +214,7 @@ class _Screen:
         if not self._is_quiet and not self._ends_with_newline:
             click.echo("")
         if self._has_terminal and answer.done is not None:
-            self._err.print(answer.summary(), style="dim", markup=False)
+            self._err.print(answer.summary(), style="dim", markup=False, soft_wrap=True)
 
     async def _show_position(self) -> None:
         while True:

@@ -56,7 +56,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stack:
-    """The running parts. `bus` is a connection of this process; the parts have their own."""
+    """The running parts. `bus` is a connection of this process; the parts have their own.
+
+    A part that ends is started again once `wait_ready` has returned True.
+    """
 
     def __init__(self, bus: Bus, url: str, plan: Plan, services: list[Supervised], workers: list[Supervised]) -> None:
         self.bus = bus
@@ -72,9 +75,12 @@ class Stack:
         """
         try:
             async with asyncio.timeout(within_s):
-                return await self._until_routed(stop) and await self._until_served(stop)
+                is_ready = await self._until_routed(stop) and await self._until_served(stop)
         except TimeoutError:
             raise HeadraceError(f"nothing was ready to answer within {within_s:g} s; see the log lines above") from None
+        for child in (*self.services, *self.workers):
+            child.is_proven = is_ready
+        return is_ready
 
     async def _until_routed(self, stop: asyncio.Event) -> bool:
         subject = self.bus.names.status(DEFAULT_TENANT, "ready")

@@ -20,7 +20,10 @@ _HEALTHY_AFTER_S: Final = 10.0
 
 
 class Supervised:
-    """One child under a name. `run` keeps it running; `first_end` is set when it ended by itself for the first time."""
+    """One child under a name. `run` keeps it running; `first_end` is set when it ended by itself for the first time.
+
+    Until `is_proven` is set, an end is taken for a failure to start that starting again would only repeat.
+    """
 
     def __init__(
         self,
@@ -35,6 +38,7 @@ class Supervised:
         self.name = name
         self.stop = asyncio.Event()
         self.first_end = asyncio.Event()
+        self.is_proven = False
         self.last_words = ""
         self.exit_code: int | None = None
         self._argv = argv
@@ -58,6 +62,9 @@ class Supervised:
             if self.stop.is_set():
                 return
             self.first_end.set()
+            if not self.is_proven:
+                await self.stop.wait()
+                return
             pause_s = _FIRST_PAUSE_S if time.monotonic() - since > _HEALTHY_AFTER_S else min(pause_s * 2, _MAX_PAUSE_S)
             log.warning("%s ended with exit code %s; starting it again in %.2g s", self.name, self.exit_code, pause_s)
             await wait_first(self.stop, timeout_s=pause_s)

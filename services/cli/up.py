@@ -20,7 +20,7 @@ from headrace.lifecycle import wait_first
 from headrace.logs import configure_logging
 from headrace.schemas.subjects import DEFAULT_TENANT, is_model_name
 from headrace.settings import Settings, load
-from headrace.worker.engines.factory import ENGINES
+from headrace.worker.engines.factory import ENGINES, make_engine
 
 __all__ = ["LogLines", "nats_one_liner", "up"]
 
@@ -64,6 +64,7 @@ def up(
         raise ConfigError("--model: allowed are 1 to 100 bytes without control characters")
     if port is not None:
         settings = msgspec.structs.replace(settings, broker_port=port)
+    make_engine(engine, model, options)  # wrong options are told now, not by a worker later
     plan = Plan(model=model, engine=engine, num_workers=workers, max_concurrency=max_concurrency, options=options)
     configure_logging("up", settings.log_level, json=False)
     asyncio.run(run_until(lambda stop, started: _up(settings, plan, stop, started)))

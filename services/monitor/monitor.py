@@ -1,7 +1,9 @@
 """A monitor process: follows the heartbeats, logs what changes, answers what it sees. Any number may run; none leads."""
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import AsyncIterator
 from typing import Final
 
 import msgspec
@@ -14,6 +16,7 @@ from headrace.bus.services import Endpoint, IncomingRequest, answering, refuse, 
 from headrace.errors import BrokerError, BrokerUnavailableError
 from headrace.lifecycle import wait_first
 from headrace.monitor.changes import Change, changes_between, live_beats
+from headrace.monitor.guard import Guard
 from headrace.monitor.lost import LostWorkers
 from headrace.schemas.refusals import Refusal
 from headrace.schemas.workers import Heartbeat
@@ -41,7 +44,11 @@ async def run_monitor(bus: Bus, *, stop: asyncio.Event) -> None:
     endpoint = Endpoint(name="state", subject=bus.names.monitor_state(), handler=monitor.answer)
     bus.on_reconnect.append(monitor.on_reconnect)
     try:
-        async with view.running(), answering(bus, SERVICE_NAME, [endpoint], description="Watches Headrace's workers"):
+        async with (
+            view.running(),
+            answering(bus, SERVICE_NAME, [endpoint], description="Watches Headrace's workers"),
+            _guarding(bus, view),
+        ):
             log.info("watching %s", bus.names.workers_bucket)
             while not stop.is_set():
                 await monitor.look(view)
@@ -53,6 +60,21 @@ async def run_monitor(bus: Bus, *, stop: asyncio.Event) -> None:
                     await monitor.after_reconnect()
     finally:
         bus.on_reconnect.remove(monitor.on_reconnect)
+
+
+@contextlib.asynccontextmanager
+async def _guarding(bus: Bus, view: WorkersView) -> AsyncIterator[None]:
+    """Evict and hand over inside this context."""
+    guard = Guard(bus, view)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(guard.run(), name="guard")]
+        if bus.settings.nats_system_url is not None:
+            tasks.append(group.create_task(guard.listen(bus.settings.nats_system_url), name="disconnect notices"))
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
 
 
 class _Monitor:

@@ -15,6 +15,7 @@ from headrace.bus.heartbeats import WorkersBucket
 from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import Delivery, JobQueue
 from headrace.errors import BrokerError, EngineBusyError, EngineError, EngineRequestError
+from headrace.lifecycle import wait_first
 from headrace.schemas import events
 from headrace.schemas.events import Event, Owner
 from headrace.schemas.jobs import Job
@@ -94,7 +95,7 @@ class Handler:
         self._room_changed = room_changed
         self._job_ended = job_ended
         self._released = asyncio.Event()
-        self.is_draining = False
+        self._draining = asyncio.Event()
         self.seconds_per_job: float | None = None
 
     async def handle(self, delivery: Delivery) -> None:
@@ -124,7 +125,7 @@ class Handler:
 
     def drain(self) -> None:
         """Hand back what waits and stop taking more; what runs goes on until `stop` is called on it."""
-        self.is_draining = True
+        self._draining.set()
         self._released.set()
 
     async def _process(self, held: Held, job: Job, span: Span) -> None:
@@ -267,14 +268,14 @@ class Handler:
         held.is_waiting = True
         self._room_changed()
         try:
-            while not self._ledger.fits(plan.need_tokens) and not self.is_draining:
+            while not self._ledger.fits(plan.need_tokens) and not self._draining.is_set():
                 self._released.clear()
                 try:
                     async with asyncio.timeout(_LOOK_AGAIN_S):
                         await self._released.wait()
                 except TimeoutError:
                     break
-            if self.is_draining:
+            if self._draining.is_set():
                 await self._hand_back(held, job)
                 return False
         finally:
@@ -423,9 +424,15 @@ class Handler:
         self._job_ended(job.tenant, job.job)
 
     async def _hand_back(self, held: Held, job: Job, *, delay_s: float = 0.0) -> None:
-        await self._queue.nak(held.delivery, delay_s=delay_s)
-        if not delay_s:  # else nobody could fetch it yet; whoever looks around finds it in time
-            await self._queue.wake(held.delivery.queue, job.headers())
+        """NAK and wake, after keeping it back for a while: listed and renewed, so that it is not lost with us."""
+        self._ledger.release(held.delivery.sequence)
+        held.is_backing_off = True
+        self._room_changed()
+        await wait_first(self._draining, timeout_s=delay_s)
+        if held.is_void:
+            return
+        await self._queue.nak(held.delivery)
+        await self._queue.wake(held.delivery.queue, job.headers())
 
     async def _write_dead_letter(self, job: Job, state: JobState) -> None:
         await write_dead_letter(

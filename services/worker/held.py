@@ -19,7 +19,8 @@ _RENEWALS_PER_ACK_WAIT: Final = 3
 
 
 class Held:
-    """One held message. `execution` is set while the engine works on it, `is_waiting` while it does not fit.
+    """One held message. `execution` is set while the engine works on it, `is_waiting` while it does not fit,
+    `is_backing_off` while it is kept back after a fault.
 
     `is_void` once the worker lost its registration: then nothing more may be written for it, nor settled.
     """
@@ -31,6 +32,7 @@ class Held:
         self.attempt = 1
         self.execution: Execution | None = None
         self.is_waiting = False
+        self.is_backing_off = False
         self.is_void = False
 
     def as_request(self) -> HeldRequest:
@@ -92,6 +94,11 @@ class HeldSet:
     def num_waiting(self) -> int:
         """Messages that do not fit now."""
         return sum(held.is_waiting for held in self._entries.values())
+
+    @property
+    def num_taking_a_slot(self) -> int:
+        """Messages that run, wait for memory, or are about to be claimed."""
+        return sum(not held.is_backing_off for held in self._entries.values())
 
     @property
     def num_running(self) -> int:

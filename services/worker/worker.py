@@ -188,7 +188,7 @@ class Worker:
             self._state in ("Ready", "Busy")
             and self._heart.is_fresh
             and not self._held.num_waiting
-            and len(self._held) < self._ledger.max_concurrency
+            and self._held.num_taking_a_slot < self._ledger.max_concurrency
             and self._ledger.has_slot
         )
 

@@ -16,7 +16,6 @@ from tests.deployment import Deployment, deployment, sim
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "smollm2-135m"
 DEADLINE_S = 30.0
-WORD = re.compile(r"[^\s]+")
 
 
 @pytest_asyncio.fixture
@@ -71,17 +70,19 @@ async def test_bare_nats(running: Deployment, broker_url: str, prefix: str) -> N
     assert "'completion_tokens': 32" in err
 
 
-async def test_attach_and_cancel(running: Deployment, broker_url: str, prefix: str) -> None:
-    code, out, err = await run(ROOT / "examples/attach_and_cancel.py", url=broker_url, prefix=prefix)
-    assert code == 0, err
-    assert re.search(r"left job (story-\w+) running\nit is cancelled\n\nwho attaches now", err)
-    first, attached, afterwards = (WORD.findall(line) for line in out.splitlines())
+async def test_attach_and_cancel(broker_url: str, prefix: str) -> None:
+    async with deployment(broker_url, prefix) as running:
+        await running.worker(sim(tokens_per_second=50.0, default_tokens=5_000), model=MODEL)
+        code, out, err = await run(ROOT / "examples/attach_and_cancel.py", url=broker_url, prefix=prefix)
+        assert code == 0, err
+        (job,) = set(re.findall(r"story-\w+", err))
+        assert (await running.client.status(job)).state == "cancelled"
+    assert re.search(r"left job story-\w+ running\nit is cancelled\n\nwho attaches now", err)
+    first, attached, afterwards = (line.split() for line in out.splitlines())
     assert len(first) >= 10
     assert len(attached) >= 20
     assert attached[:10] == first[:10]
     assert afterwards[:20] == attached[:20]
-    (job,) = re.findall(r"story-\w+", err)
-    assert (await running.client.status(job)).state == "cancelled"
 
 
 async def test_the_program_of_the_readme(running: Deployment, broker_url: str, prefix: str, tmp_path: Path) -> None:

@@ -295,6 +295,6 @@ async def test_a_callback_that_fails_after_a_reconnect_hurts_no_other(bus: Bus) 
 
     bus.on_reconnect += [fails, works]
     assert bus.nc._transport is not None
-    bus.nc._transport.close()  # as if the network broke
+    bus.nc._transport.close()  # type: ignore[no-untyped-call]  # as if the network broke
     await asyncio.wait_for(called.wait(), WITHIN_S)
     assert (await JobLog(bus).state("default", "j")) == JobState()

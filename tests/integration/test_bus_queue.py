@@ -292,7 +292,7 @@ async def test_a_message_after_its_fetch_gave_up_goes_to_on_late(bus: Bus, monke
 async def test_a_message_of_a_cancelled_fetch_is_not_lost_even_at_the_end(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Case NAT-9: a job that arrives as its pull is cancelled runs or is handed back at once, never after the ack wait."""
+    """Case NAT-9: a job that arrives as its pull is cancelled is not left to the ack wait."""
     late = Late()
     queue = JobQueue(bus, "m", on_late=late)
     held = HeldBack(queue, monkeypatch)

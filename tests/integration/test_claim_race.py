@@ -128,7 +128,7 @@ async def test_a_zombie_is_refused_at_its_first_write_after_it_was_requeued(bus:
     results = await asyncio.gather(zombie.append(delta(first, 1)), heir.append(delta(second, 1)))
     assert [type(result) for result in results] == [Fenced, Appended]
     told = fold(await log.read("default", "j"))
-    assert (told.num_tokens, told.is_whole, told.attempt, told.faults) == (2, True, 2, {"w1/e/0"})
+    assert (told.num_tokens, told.is_whole, told.attempt, told.faults) == (2, True, 2, frozenset({"w1/e/0"}))
 
 
 async def test_one_end_of_many_is_the_end(bus: Bus) -> None:

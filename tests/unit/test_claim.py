@@ -242,7 +242,8 @@ def states(draw: st.DrawFn) -> JobState:
     if owner is not None:
         entries.append(started(owner))
         entries += [delta(owner)] if draw(st.booleans()) else []
-    end = draw(st.sampled_from([None, None, "requeued", "done", "failed", "cancelled", "expired"]))
+    ends: list[EventKind | None] = [None, None, "requeued", "done", "failed", "cancelled", "expired"]
+    end = draw(st.sampled_from(ends))
     if end is not None:
         entries.append(event(end, attempt=9))
     return log(*entries)

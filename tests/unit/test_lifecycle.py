@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from headrace import lifecycle
 from headrace.lifecycle import Backoff, ChildProcess, stop_event, wait_first
 
 WITHIN_S = 20.0
@@ -265,7 +264,7 @@ async def test_backoff_doubles_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> 
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    monkeypatch.setattr(lifecycle.asyncio, "sleep", sleep)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
     backoff = Backoff(first_s=0.5, max_s=3)
     for _ in range(5):
         await backoff.pause()

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,7 +48,7 @@ def test_numbers_have_the_type_of_their_key(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variable", ["HEADRACE_QUEUE_LIMTI", "HEADRACE_", "HEADRACE_HEARTBEAT"])
 def test_unknown_variable_stops_the_start(variable: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown variable {variable}; known: .*HEADRACE_QUEUE_LIMIT"):
+    with pytest.raises(ConfigError, match=rf"unknown variable {variable}; known: .*HEADRACE_QUEUE_LIMIT"):
         load(environ={variable: "1"})
 
 
@@ -59,7 +58,7 @@ def test_unknown_key_of_the_file_stops_the_start(tmp_path: Path) -> None:
 
 
 def test_unknown_flag_stops_the_start() -> None:
-    with pytest.raises(ConfigError, match="unknown key 'nope'; known: .*queue_limit"):
+    with pytest.raises(ConfigError, match=r"unknown key 'nope'; known: .*queue_limit"):
         load({"nope": 1}, environ={})
 
 
@@ -131,7 +130,7 @@ def test_rules_between_keys(flags: dict[str, Any], says: str) -> None:
 def test_a_file_that_cannot_be_read_or_parsed_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="HEADRACE_CONFIG: cannot read /nowhere: No such file"):
         load(environ={"HEADRACE_CONFIG": "/nowhere"})
-    with pytest.raises(ConfigError, match="HEADRACE_CONFIG: cannot read .*: Is a directory"):
+    with pytest.raises(ConfigError, match=r"HEADRACE_CONFIG: cannot read .*: Is a directory"):
         load(environ={"HEADRACE_CONFIG": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"headrace\.toml: .*line 1"):
         load(environ=config(tmp_path, "prefix = = 1\n"))
@@ -156,11 +155,9 @@ def test_describe_names_every_variable() -> None:
 
 @given(st.sampled_from(sorted(Settings.__struct_fields__)), st.text(max_size=20))
 def test_any_text_is_taken_or_refused_by_name(key: str, text: str) -> None:
-    variable = ENV_PREFIX + key.upper()
+    refusal = ""
     try:
-        settings = load(environ={variable: text})
+        assert isinstance(load(environ={ENV_PREFIX + key.upper(): text}), Settings)
     except ConfigError as error:
-        assert key in str(error).lower()
-        assert "allowed:" in str(error)
-    else:
-        assert isinstance(msgspec.to_builtins(settings), dict)
+        refusal = str(error)
+    assert not refusal or (key in refusal.lower() and "allowed:" in refusal)
