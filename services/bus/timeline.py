@@ -25,9 +25,8 @@ async def timeline(bus: Bus, tenant: str, job: str) -> list[TimedEvent]:
     """
     stream = bus.names.log_stream(bus.names.shard_of(job))
     messages = await batch_get(bus, stream, bus.names.log(tenant, job), from_sequence=1)
-    timed = [
+    return [
         TimedEvent(time=(message.headers or {}).get(subjects.HDR_TIMESTAMP, ""), event=event)
         for message in messages
         if (event := event_of_direct_get(message)) is not None
     ]
-    return timed

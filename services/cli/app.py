@@ -58,9 +58,9 @@ class _Commands(click.Group):
             expected, unexpected = group.split(HeadraceError)
             if expected is None or unexpected is not None:
                 raise
-            error = next(_leaves(expected))
-            _say(error)
-            ctx.exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED)
+            first = next(_leaves(expected))
+            _say(first)
+            ctx.exit(EXIT_USAGE if isinstance(first, ConfigError) else EXIT_FAILED)
         except KeyboardInterrupt:
             ctx.exit(EXIT_INTERRUPTED)
 
@@ -85,7 +85,7 @@ def command() -> None:
 
     Settings come from the TOML file that HEADRACE_CONFIG names, then HEADRACE_* variables, then flags.
     Exit codes: 0 success, 1 failure, 2 wrong usage or setting, 130 interrupted.
-    """
+    """  # noqa: D301  # click reads the backspaces
 
 
 def main() -> None:

@@ -89,8 +89,8 @@ def ask(
     headrace ask "What is a headrace?"
     headrace ask --json --temperature 0 "Name three rivers." | jq -r .text
     git diff | headrace ask --system "Write a commit message." -
-    """
-    question = click.get_text_stream("stdin").read() if text == "-" else text
+    """  # noqa: D301  # click reads the backspaces
+    question = sys.stdin.read() if text == "-" else text
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": question})
     request: dict[str, Any] = {"messages": messages, "priority": priority, "pool": pool, "job_id": job_id}
@@ -204,7 +204,9 @@ class _Screen:
         elif isinstance(event, Requeued):
             self._is_queued.set()
             if self._has_terminal and event.reason:
-                self._err.print(f"\n[{safe(event.reason)}: going on with attempt {event.attempt}]", markup=False, soft_wrap=True)
+                self._err.print(
+                    f"\n[{safe(event.reason)}: going on with attempt {event.attempt}]", markup=False, soft_wrap=True
+                )
         elif isinstance(event, Started):
             self._is_queued.clear()
             self._stop_status()

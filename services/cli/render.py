@@ -49,7 +49,7 @@ def duration(seconds: float | None) -> str:
 def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, right: Sequence[str] = ()
 ) -> Table:
-    """A table without lines; the columns named in `right` hold numbers. Cells are shown as they are, never as markup."""
+    """A table without lines; the columns in `right` hold numbers. Cells are shown as they are, never as markup."""
     drawn = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
     for column in columns:
         drawn.add_column(column, justify="right" if column in right else "left", overflow="fold")
@@ -61,7 +61,8 @@ def table(
 def deployment(now: Overview) -> list[RenderableType]:
     """Workers, queues and the workers just lost."""
     parts: list[RenderableType] = [_workers(now) if now.workers else Text("No worker lives.")]
-    parts += [Text(""), _queues(now) if now.queues else Text("No model is known yet: its first worker makes it known.")]
+    parts.append(Text(""))
+    parts.append(_queues(now) if now.queues else Text("No model is known yet: its first worker makes it known."))
     if now.gone:
         rows = [(gone.id, gone.ending, f"{duration(gone.age_s)} ago") for gone in now.gone]
         parts += [Text(""), table("Gone in the last minute", ("worker", "how", "when"), rows)]

@@ -86,7 +86,7 @@ def worker(
     headrace serve worker --engine llama
     headrace serve worker --engine openai --engine-url http://localhost:8000 --model NAME --max-concurrency 32
     headrace serve worker --engine sim --model test -o tokens_per_second=100
-    """
+    """  # noqa: D301  # click reads the backspaces
     model = model or (DEFAULT_MODEL if engine == "llama" else None)
     if model is None:
         raise click.UsageError(f"engine {engine} needs --model NAME")

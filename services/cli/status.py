@@ -32,7 +32,7 @@ def status(settings: Settings, as_json: bool, watch: bool) -> None:
     headrace status
     headrace status --watch
     headrace status --json | jq '.queues[] | select(.queued > 0)'
-    """
+    """  # noqa: D301  # click reads the backspaces
     asyncio.run(_status(settings, as_json=as_json, watch=watch))
 
 

@@ -56,7 +56,7 @@ def up(
     headrace up
     headrace up --workers 2 --max-concurrency 8
     headrace up --engine openai --model NAME -o url=http://localhost:8000
-    """
+    """  # noqa: D301  # click reads the backspaces
     model = model or (DEFAULT_MODEL if engine == "llama" else "sim" if engine == "sim" else None)
     if model is None:
         raise click.UsageError(f"engine {engine} needs --model NAME")

@@ -13,7 +13,7 @@ from headrace.bus.heartbeats import WorkersView
 from headrace.bus.overview import list_models
 from headrace.errors import BrokerError
 from headrace.monitor.eviction import Evictor
-from headrace.monitor.liveness import Watch
+from headrace.monitor.liveness import Suspect, Watch
 from headrace.monitor.sweep import Sweep
 
 __all__ = ["Guard"]
@@ -77,13 +77,17 @@ class Guard:
             # The view may be a beat behind, and the tombstone needs the very last revision and list.
             seen = await self._view.refresh(worker)
             if seen is not None and seen.beat is not None and not seen.beat.is_tombstone:
-                await self._evictor.evict(seen, seen.beat, reason=reason)
-                await self._view.refresh(worker)
+                await self._evict(Suspect(seen=seen, last_beat=seen.beat, reason=reason))
         except BrokerError as error:
             log.warning("worker %s cannot be evicted now: %s", worker, error)
             self._watch.excuse(time.monotonic())
         finally:
             self._evicting.discard(worker)
+
+    async def _evict(self, suspect: Suspect) -> None:
+        if await self._evictor.evict(suspect.seen, suspect.last_beat, reason=suspect.reason):
+            await self._sweep.after_eviction(suspect.last_beat, self._view.beats)
+        await self._view.refresh(suspect.last_beat.worker)
 
     async def _tick_for_ever(self, group: asyncio.TaskGroup) -> None:
         expected = time.monotonic() + _TICK_S
@@ -100,9 +104,7 @@ class Guard:
                     continue
                 self._evicting.add(worker)
                 group.create_task(
-                    self._guarded(
-                        worker, partial(self._evictor.evict, suspect.seen, suspect.last_beat, reason=suspect.reason)
-                    ),
+                    self._guarded(worker, partial(self._evict, suspect)),
                     name=f"evict {worker}",
                 )
             for beat in self._watch.replaced(self._view.workers):
@@ -116,7 +118,6 @@ class Guard:
         try:
             await act()
             self._watch.forget(worker)
-            await self._view.refresh(worker)
         except BrokerError as error:
             log.warning("worker %s cannot be dealt with now: %s", worker, error)
             self._watch.excuse(time.monotonic())

@@ -49,6 +49,17 @@ class Sweep:
                 present |= await self._look_at(model, queue, beats)
         self._unlisted_since = {key: since for key, since in self._unlisted_since.items() if key in present}
 
+    async def after_eviction(self, dead: Heartbeat, beats: Mapping[str, Heartbeat]) -> None:
+        """Hand over at once what the log says a dead worker ran although its last beat did not list it yet."""
+        for queue in await self._evictor.queue(dead.model).counts():
+            progress = await self._evictor.queue(dead.model).progress(queue)
+            if progress is None or not progress.num_in_flight:
+                continue
+            listed = {held.sequence for beat in (dead, *beats.values()) for held in beat.held}
+            for sequence, headers in (await self._in_flight(dead.model, queue, progress)).items():
+                if sequence not in listed:
+                    await self._remedy(dead.model, queue, sequence, headers, only_of=(dead.worker, dead.epoch))
+
     async def _look_at(self, model: str, queue: QueueName, beats: Mapping[str, Heartbeat]) -> set[tuple[str, int, int]]:
         job_queue = self._evictor.queue(model)
         progress = await job_queue.progress(queue)
@@ -85,19 +96,34 @@ class Sweep:
             found[int(headers[subjects.HDR_SEQUENCE])] = dict(headers)
         return found
 
-    async def _remedy(self, model: str, queue: QueueName, sequence: int, headers: dict[str, str]) -> None:
+    async def _remedy(
+        self,
+        model: str,
+        queue: QueueName,
+        sequence: int,
+        headers: dict[str, str],
+        *,
+        only_of: tuple[str, str] | None = None,
+    ) -> None:
         job = decode_job(headers, b"")
         if job is None:
             return
         try:
             for _ in range(_MAX_REQUEUES):
                 state = await self._evictor.state(job.tenant, job.job)
-                owner_seen = await self._bucket.get(state.owner.worker) if state.owner is not None else None
+                owner = state.owner
+                if only_of is not None and (owner is None or (owner.worker, owner.epoch) != only_of):
+                    return
+                owner_seen = await self._bucket.get(owner.worker) if owner is not None else None
                 remedied = judge_unlisted(state, owner_seen=owner_seen)
                 if remedied.remedy is Remedy.NOTHING:
                     return
                 if remedied.remedy is Remedy.HAND_BACK or await self._evictor.requeue(
-                    job.tenant, job.job, state, remedied, reason="unlisted"
+                    job.tenant,
+                    job.job,
+                    state,
+                    remedied,
+                    reason="worker_lost" if remedied.lost is not None else "unlisted",
                 ):
                     log.warning("job %s was delivered but nobody holds it; handing it back", job.job)
                     await self._evictor.hand_back(model, queue, [sequence], holder=_HOLDER)

@@ -431,6 +431,7 @@ class Handler:
         await wait_first(self._draining, timeout_s=delay_s)
         if held.is_void:
             return
+        self._held.remove(held)  # first, or its redelivery to us would be taken for one of what we hold
         await self._queue.nak(held.delivery)
         await self._queue.wake(held.delivery.queue, job.headers())
 

@@ -18,7 +18,7 @@ from headrace.bus.jobqueue import JobQueue
 from headrace.bus.overview import list_models, list_workers, overview
 from headrace.bus.provision import ensure_jobs_stream, ensure_provisioned
 from headrace.bus.server import EmbeddedBroker
-from headrace.errors import BrokerUnavailableError, NotProvisionedError
+from headrace.errors import BrokerError, BrokerUnavailableError, NotProvisionedError
 from headrace.monitor import run_monitor
 from headrace.schemas.jobs import Job
 from headrace.schemas.overview import Overview
@@ -120,6 +120,25 @@ async def monitoring(bus: Bus) -> AsyncIterator[None]:
             stop.set()
 
 
+@asynccontextmanager
+async def beating(bus: Bus, worker: str) -> AsyncIterator[None]:
+    """A live worker inside the block; its key stays as it is after it."""
+
+    async def beat_for_ever() -> None:
+        while True:
+            with suppress(BrokerError, AssertionError):
+                seen = await WorkersBucket(bus).get(worker)
+                await put(bus, worker, revision=seen.revision if seen is not None else 0)
+            await asyncio.sleep(0.2)
+
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(beat_for_ever())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+
 async def until_said(caplog: pytest.LogCaptureFixture, *texts: str) -> None:
     async with asyncio.timeout(WITHIN_S):
         while missing := [text for text in texts if not any(text in line for line in caplog.messages)]:
@@ -141,12 +160,16 @@ async def test_a_monitor_tells_who_comes_and_goes(bus: Bus, caplog: pytest.LogCa
     caplog.set_level(logging.INFO, logger="headrace")
     async with monitoring(bus):
         await state(bus)
-        revision = await put(bus, "w1")
-        await put(bus, "w2", ttl_s=1)
-        await until_said(caplog, "worker w1 appeared", "worker w2 appeared", "worker w2 expired; it held 0 requests")
-        assert [(each.id, each.model, each.ending) for each in (await state(bus)).gone] == [("w2", "m", "expired")]
-        assert [each.id for each in (await state(bus)).workers] == ["w1"]
-        await WorkersBucket(bus).remove("w1", expected_revision=revision)
+        async with beating(bus, "w1"):
+            await put(bus, "w2", ttl_s=1)
+            await until_said(caplog, "worker w1 of model m appeared: Ready", "worker w2 of model m appeared: Ready")
+            await until_said(caplog, "worker w2 expired; it held 0 requests")
+            now = await state(bus)
+            assert [(each.id, each.model) for each in now.gone] == [("w2", "m")]
+            assert [each.id for each in now.workers] == ["w1"]
+        seen = await WorkersBucket(bus).get("w1")
+        assert seen is not None
+        await WorkersBucket(bus).remove("w1", expected_revision=seen.revision)
         await until_said(caplog, "worker w1 left")
 
 
@@ -177,15 +200,11 @@ async def test_a_monitor_goes_on_through_a_restart_of_the_broker(
             bus = await stack.enter_async_context(connect(url, settings, name="test"))
             await stack.enter_async_context(monitoring(bus))
             await state(bus)
-            await put(bus, "before")
-            await until_said(caplog, "worker before appeared")
+            async with beating(bus, "before"):
+                await until_said(caplog, "worker before of model m appeared")
         if is_store_lost:
             shutil.rmtree(tmp_path / "broker")
         await stack.enter_async_context(EmbeddedBroker(tmp_path, port=int(url.rpartition(":")[2])))
-        await state(bus)
-        await put(bus, "after")
-        await until_said(caplog, "worker after appeared")
-        workers = [each.id for each in (await state(bus)).workers]
-        assert workers == (["after"] if is_store_lost else ["after", "before"])
-        if is_store_lost:
-            await until_said(caplog, "worker before expired")
+        await stack.enter_async_context(beating(bus, "after"))
+        await until_said(caplog, "worker after of model m appeared", "worker before expired")
+        assert [each.id for each in (await state(bus)).workers] == ["after"]

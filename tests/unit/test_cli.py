@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import headrace
+from headrace.bus.timeline import TimedEvent
 from headrace.cli import render, status
 from headrace.cli.answer import Answer, follow
 from headrace.cli.app import command
@@ -21,7 +22,6 @@ from headrace.cli.options import group_options, parse_assignments, with_settings
 from headrace.cli.stack import Plan
 from headrace.client import Accepted, Delta, Done, Started, StreamEvent
 from headrace.errors import BrokerUnavailableError, ConfigError, HeadraceError
-from headrace.bus.timeline import TimedEvent
 from headrace.schemas.events import AcceptedBody, Owner, accepted, delta, started
 from headrace.schemas.overview import GoneWorker, Overview, QueueOverview, WorkerOverview
 from headrace.settings import Settings
@@ -307,7 +307,20 @@ def test_a_deployment_is_shown_plainly_where_nobody_watches() -> None:
             render.console().print(part)
     text = out.getvalue()
     assert "\x1b" not in text
-    for shown in ("w1", "[red]m", "Failed", "1/4", "5/10,000", "no \ufffd[31mmemory", "h:7", "q" * 40, "12", "3.2 s", "w0", "expired"):
+    for shown in (
+        "w1",
+        "[red]m",
+        "Failed",
+        "1/4",
+        "5/10,000",
+        "no \ufffd[31mmemory",
+        "h:7",
+        "q" * 40,
+        "12",
+        "3.2 s",
+        "w0",
+        "expired",
+    ):
         assert shown in text
 
 
