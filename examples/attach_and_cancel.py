@@ -36,7 +36,8 @@ async def main() -> None:
         try:
             await read(client.attach(job), 1001)
         except JobCancelledError:
-            print("\nwho attaches now reads the tokens it had, and then that it was cancelled", file=sys.stderr)
+            print()
+            print("who attaches now reads the tokens it had, and then that it was cancelled", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -72,8 +72,8 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def info(self) -> CodeInfo:
-        """The code's row of the table."""
-        return CODES[self.code]
+        """The code's row of the table; that of `internal` for one a newer version made."""
+        return CODES.get(self.code, CODES["internal"])
 
     def body(self) -> ErrorBody:
         """The wire form; the message is cut at `MAX_MESSAGE_CHARS`."""

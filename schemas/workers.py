@@ -23,8 +23,9 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """One beat: sent by a worker as compare-and-set on its key's revision with a TTL, read by monitors and `status`.
 
     A key that is gone or overwritten refuses the next beat, which is how a worker learns it was declared dead.
-    `epoch` names one registration, `connection` the broker connection (server id and client id) it beats on. Token figures are KV-cache tokens; memory figures are bytes of what
-    `memory_source` names (`system`: the host's), None where that is not known.
+    `epoch` names one registration, `connection` the broker connection (server id and client id) it beats on. Token
+    figures are KV-cache tokens; memory figures are bytes of what `memory_source` names (`system`: the host's), None
+    where that is not known.
     """
 
     worker: str

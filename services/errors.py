@@ -48,12 +48,12 @@ class HeadraceError(Exception):
     @property
     def status(self) -> int:
         """HTTP status of the code."""
-        return CODES[self.code].status
+        return CODES.get(self.code, CODES["internal"]).status
 
     @property
     def is_retryable(self) -> bool:
         """Whether sending the same request again can help."""
-        return CODES[self.code].is_retryable
+        return CODES.get(self.code, CODES["internal"]).is_retryable
 
 
 class ConfigError(HeadraceError):

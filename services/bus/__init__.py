@@ -1,1 +1,1 @@
-"""The broker as Headrace uses it: connection, streams, job log, job queue, heartbeats. The only package that imports nats."""
+"""The broker as Headrace uses it: connection, streams, log, queue, heartbeats. The only package that imports nats."""

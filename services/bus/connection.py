@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -16,13 +17,28 @@ from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError, SlowConsumerError
 from nats.errors import TimeoutError as NatsTimeoutError
 
+from headrace.bus.clock import BrokerClock
 from headrace.errors import BrokerUnavailableError, BrokerUnsuitableError, NotProvisionedError
 from headrace.schemas.subjects import SERVICE_INBOX_PREFIX, Names
 from headrace.settings import Settings
 
-__all__ = ["ApiRefused", "Bus", "Refused", "StoreResult", "Stored", "Unknown", "connect"]
+__all__ = [
+    "ApiRefused",
+    "Bus",
+    "Message",
+    "Refused",
+    "StoreResult",
+    "Stored",
+    "Subscription",
+    "Unknown",
+    "connect",
+    "keep_clock",
+]
 
 log = logging.getLogger(__name__)
+
+Message = Msg
+"""A message as received, for callers of `subscribe`."""
 
 _T = TypeVar("_T")
 
@@ -41,6 +57,7 @@ _HEADER_ROOM_BYTES: Final = 16_384
 _LOST_RACE: Final = frozenset({ERR_WRONG_LAST_SEQUENCE, ERR_WRONG_LAST_SEQUENCE_CONSTANT})
 _RECONNECT_WAIT_S: Final = 0.2
 _PING_INTERVAL_S: Final = 5
+_CLOCK_EVERY_S: Final = 60.0
 _MAX_PENDING_MESSAGES: Final = 65_536
 _MAX_PENDING_BYTES: Final = 32 * 1024 * 1024
 
@@ -64,13 +81,21 @@ class Refused(msgspec.Struct, frozen=True):
         return self.err_code in _LOST_RACE
 
     @property
+    def is_too_large(self) -> bool:
+        """Whether the message is larger than the broker takes; it never will be stored."""
+        return self.err_code == _ERR_TOO_LARGE
+
+    @property
     def is_full(self) -> bool:
         """Whether the stream's bound was reached."""
         return self.err_code == ERR_STREAM_FULL
 
 
 class Unknown(msgspec.Struct, frozen=True):
-    """No answer came: the message may be stored or not. `is_unserved`: nobody listens there now (stream missing, or no leader)."""
+    """No answer came: the message may be stored or not.
+
+    `is_unserved`: nobody listens there now; the stream is missing, or has no leader.
+    """
 
     reason: str
     is_unserved: bool = False
@@ -114,6 +139,7 @@ class Bus:
         self.nc = nc
         self.settings = settings
         self.names = Names(prefix=settings.prefix)
+        self.clock = BrokerClock()
         self.closed = asyncio.Event()
         self._is_leaving = False
         self.on_reconnect: list[Callable[[], Awaitable[None]]] = []
@@ -128,12 +154,23 @@ class Bus:
         with contextlib.suppress(NatsError, TimeoutError, OSError):
             async with asyncio.timeout(self.settings.request_timeout_s):
                 await self.nc.flush()
-        await self.nc.close()
+        with contextlib.suppress(NatsError, OSError):  # the other end may be gone
+            await self.nc.close()
 
     @property
     def is_connected(self) -> bool:
         """Whether the broker is reachable right now, as far as the client knows."""
         return bool(self.nc.is_connected)
+
+    async def sync_clock(self) -> None:
+        """Learn the broker's time; keeps what it knew where the broker does not tell."""
+        asked_at = time.time()
+        try:
+            answer = await self.api(f"STREAM.INFO.{self.names.log_stream(0)}")
+        except (ApiRefused, BrokerUnavailableError, NotProvisionedError) as error:
+            log.debug("the broker's time is not known: %s", error)
+            return
+        self.clock.learn(answer, asked_at=asked_at, answered_at=time.time())
 
     @property
     def connection_id(self) -> str:
@@ -160,7 +197,10 @@ class Bus:
     async def request(
         self, subject: str, data: bytes = b"", *, headers: dict[str, str] | None = None, timeout_s: float | None = None
     ) -> Msg:
-        """One request and its first reply. Raises NotProvisionedError (no responders), BrokerUnavailableError (no answer)."""
+        """One request and its first reply.
+
+        Raises NotProvisionedError (no responders), BrokerUnavailableError (no answer).
+        """
         timeout_s = timeout_s or self.settings.request_timeout_s
         try:
             return await _honouring_cancel(self.nc.request(subject, data, timeout=timeout_s, headers=headers))
@@ -210,7 +250,10 @@ class Bus:
     async def subscribe(
         self, subject: str, *, queue: str = "", cb: Callable[[Msg], Awaitable[None]] | None = None
     ) -> Subscription:
-        """Subscribe; what `cb` raises is logged and ends nothing. Raises BrokerUnavailableError on a closed connection."""
+        """Subscribe; what `cb` raises is logged and ends nothing.
+
+        Raises BrokerUnavailableError on a closed connection.
+        """
         try:
             return await self.nc.subscribe(subject, queue=queue, cb=cb)
         except (NatsError, OSError) as error:
@@ -234,6 +277,13 @@ class Bus:
     def new_inbox(self) -> str:
         """A fresh inbox under this connection's prefix."""
         return str(self.nc.new_inbox())
+
+
+async def keep_clock(bus: Bus) -> None:
+    """Learn the broker's time again each minute, until cancelled."""
+    while True:
+        await asyncio.sleep(_CLOCK_EVERY_S)
+        await bus.sync_clock()
 
 
 async def _honouring_cancel(awaitable: Awaitable[_T]) -> _T:
@@ -260,8 +310,9 @@ async def connect(
 
     async def on_error(error: Exception) -> None:
         problems[:] = [str(error) or type(error).__name__]
-        is_loud = bool(bus_holder) and not isinstance(error, SlowConsumerError)  # one comes with each message dropped
-        level = logging.WARNING if is_loud else logging.DEBUG
+        # One comes with each message dropped, and with each try while the broker is away, which is said once.
+        is_repeated = isinstance(error, SlowConsumerError) or not nc.is_connected
+        level = logging.WARNING if bus_holder and not is_repeated else logging.DEBUG
         log.log(level, "broker connection: %s", problems[0])
 
     async def on_closed() -> None:
@@ -302,7 +353,8 @@ async def connect(
         with contextlib.suppress(NatsError, OSError):
             await nc.close()
         raise BrokerUnavailableError(
-            f"no NATS server answers at {_without_secrets(url)}: {reason}. Start one with `headrace up`, or set HEADRACE_NATS_URL"
+            f"no NATS server answers at {_without_secrets(url)}: {reason}. "
+            "Start one with `headrace up`, or set HEADRACE_NATS_URL"
         ) from None
     bus = Bus(nc, settings)
     bus_holder.append(bus)

@@ -143,7 +143,7 @@ class JobLog:
         return name, created.num_pending + created.delivered.consumer_seq
 
     async def read_delivered(self, tenant: str, job: str, *, from_sequence: int = 1) -> list[Event]:
-        """Like `read`, by a short-lived consumer, which a client may be permitted for its own tenant's subjects alone."""
+        """Like `read`, by a short-lived consumer, which a client can be permitted for its own tenant alone."""
         inbox = self._bus.new_inbox()
         subscription = await self._bus.subscribe(inbox)
         timeout_s = self._bus.settings.request_timeout_s

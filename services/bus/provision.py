@@ -57,6 +57,7 @@ async def ensure_provisioned(bus: Bus) -> None:
         if await _current(bus, config) is None:
             log.info("stream %s is missing; making it", config["name"])
             await _create(bus, config)
+    await bus.sync_clock()
 
 
 async def ensure_jobs_stream(bus: Bus, model: str) -> None:

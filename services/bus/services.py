@@ -1,4 +1,4 @@
-"""The NATS services protocol (`$SRV.PING|INFO|STATS`) for our processes, and endpoints that handle requests side by side."""
+"""The NATS services protocol (`$SRV.PING|INFO|STATS`) for our processes; endpoints handle requests side by side."""
 
 import asyncio
 import contextlib

@@ -36,8 +36,8 @@ class Answer(msgspec.Struct, kw_only=True):
             return None
         return (self.num_tokens - self.num_first_tokens) / (self.last_token_at - self.first_token_at)
 
-    def summary(self) -> str:
-        """`first token 52 ms · 40 tokens · 151 tokens/s · worker w · job j`."""
+    def figures(self) -> str:
+        """`first token 52 ms · 40 tokens · 151 tokens/s`, and what else is worth saying."""
         parts = []
         if self.ttft_s is not None:
             parts.append(f"first token {self.ttft_s * 1000:.0f} ms")
@@ -48,7 +48,11 @@ class Answer(msgspec.Struct, kw_only=True):
             parts.append(f"attempt {self.attempt}")
         if self.done is not None and self.done.finish_reason not in (None, "stop"):
             parts.append(f"ended by {self.done.finish_reason}")
-        return " · ".join((*parts, f"worker {self.worker}", f"job {self.job}"))
+        return " · ".join(parts)
+
+    def summary(self) -> str:
+        """The figures, and where they come from."""
+        return f"{self.figures()} · worker {self.worker} · job {self.job}"
 
 
 async def follow(

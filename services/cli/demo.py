@@ -78,9 +78,11 @@ async def _demo(settings: Settings, show: "_Show", stop: asyncio.Event, started:
                     async with stream:
                         await follow(aiter(stream), answer, on_text=show.text, on_event=show.event)
                     show.answered(answer)
-    except BaseException:
+    except Exception:
         show.failed()
         raise
+    finally:
+        show.end_progress()
     show.next_steps(time.monotonic() - began)
 
 
@@ -110,7 +112,7 @@ class _Show:
         self._status.update(Text(f"{text} …"))
 
     def ready(self, stack: Stack, after_s: float) -> None:
-        self._end_status()
+        self.end_progress()
         parts = {child.name: child.pid for child in (*stack.services, *stack.workers)}
         processes = ", ".join(f"{name} (pid {pid})" for name, pid in parts.items())
         self._line(f"Ready after {after_s:.1f} s: broker {stack.url}, {processes}", style="dim")
@@ -129,15 +131,14 @@ class _Show:
 
     def answered(self, answer: Answer) -> None:
         click.echo("")
-        self._line(f"       {answer.summary()}", style="dim")
+        self._line(f"       {answer.figures()}", style="dim")
 
     def failed(self) -> None:
-        self._end_status()
+        self.end_progress()
         for line in self._kept:
             self._err.print(Text(safe(line)), soft_wrap=True, style="dim")
 
     def next_steps(self, took_s: float) -> None:
-        self._end_status()
         command = _own_command()
         lines = (
             "",
@@ -155,7 +156,8 @@ class _Show:
     def _line(self, text: str, *, style: str = "") -> None:
         self._out.print(Text(safe(text), style=style), soft_wrap=True)
 
-    def _end_status(self) -> None:
+    def end_progress(self) -> None:
+        """Nothing is being done any more."""
         if self._status is not None:
             self._status.stop()
             self._status = None

@@ -120,7 +120,9 @@ def _next_steps(settings: Settings, stack: Stack) -> str:
     """What to type now; with the options that another terminal needs to find this deployment."""
     default = load({}, environ={})
     here = ""
-    if settings.nats_url is None and settings.state_dir != default.state_dir:
+    if settings.nats_url is not None:
+        here += f" --nats-url {shlex.quote(_shown(stack.url))}"
+    elif settings.state_dir != default.state_dir:
         here += f" --state-dir {shlex.quote(settings.state_dir)}"
     if settings.prefix != default.prefix:
         here += f" --prefix {shlex.quote(settings.prefix)}"

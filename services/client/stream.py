@@ -9,10 +9,9 @@ from types import TracebackType
 from typing import Final, Self
 
 import msgspec
-from nats.aio.subscription import Subscription
 
 from headrace import telemetry
-from headrace.bus.connection import Bus
+from headrace.bus.connection import Bus, Subscription
 from headrace.bus.joblog import JobLog, event_of_republish
 from headrace.client.chain import Chain, Link
 from headrace.client.control import JobControl

@@ -7,7 +7,7 @@ import msgspec
 
 from headrace.schemas.workers import Heartbeat, SeenBeat
 
-__all__ = ["Change", "live_beats", "changes_between"]
+__all__ = ["Change", "changes_between", "live_beats"]
 
 ChangeKind = Literal["appeared", "changed", "left", "expired"]
 

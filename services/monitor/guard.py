@@ -50,7 +50,7 @@ class Guard:
             self._bus.on_reconnect.remove(self._on_reconnect)
 
     async def listen(self, system_url: str) -> None:
-        """Take disconnect notices from the system account until cancelled; without them, silence takes longer to tell."""
+        """Take disconnect notices from the system account until cancelled; silence takes longer to tell."""
         while True:
             try:
                 async with disconnects(system_url, self._bus.settings, handler=self.on_disconnect):

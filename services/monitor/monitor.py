@@ -1,4 +1,4 @@
-"""A monitor process: follows the heartbeats, logs what changes, answers what it sees. Any number may run; none leads."""
+"""A monitor process: follows the heartbeats, evicts, logs, answers what it sees. Any number may run; none leads."""
 
 import asyncio
 import contextlib

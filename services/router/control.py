@@ -1,7 +1,6 @@
 """Status of a job, and its cancelling (table C)."""
 
 import logging
-import time
 from typing import Final
 
 import msgspec
@@ -49,7 +48,7 @@ class Control:
             await refuse(self._bus, incoming, _not_found())
             return
         queued = None if state.is_terminal else await self._message(tenant, job, state)
-        if queued is not None and time.time() > queued.deadline_at:
+        if queued is not None and self._bus.clock.now() > queued.deadline_at:
             await self._append(tenant, state, _overdue(queued, state), queued)
             state = await self._log.state(tenant, job)
         await reply_with(self._bus, incoming, await self._describe(tenant, job, state))

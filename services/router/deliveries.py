@@ -5,9 +5,7 @@ import logging
 import time
 from typing import Final
 
-from nats.aio.msg import Msg
-
-from headrace.bus.connection import Bus
+from headrace.bus.connection import Bus, Message
 from headrace.bus.joblog import JobLog
 from headrace.errors import BrokerError
 from headrace.schemas.subjects import is_job_id, is_name
@@ -57,7 +55,7 @@ class Deliveries:
             if not self._bus.nc.is_closed:
                 await subscription.unsubscribe()
 
-    async def _on_ended(self, message: Msg) -> None:
+    async def _on_ended(self, message: Message) -> None:
         tenant, job = message.subject.split(".")[-2:]
         if is_name(tenant) and is_job_id(job):
             self._note_end((tenant, job))

@@ -1,7 +1,6 @@
 """Taking one request in: the steps of table R, in their order."""
 
 import logging
-import time
 import uuid
 from collections.abc import Callable
 from typing import Final
@@ -108,7 +107,7 @@ class Ingress:
             model=wish.model,
             body=incoming.data,
             body_hash=digest,
-            accepted_at=time.time(),
+            accepted_at=self._bus.clock.now(),
             queue_timeout_s=wish.queue_timeout_s,
             deadline_s=wish.deadline_s,
             need_tokens=need,

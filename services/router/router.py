@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from headrace.bus.connection import Bus
+from headrace.bus.connection import Bus, keep_clock
 from headrace.bus.heartbeats import WorkersView
 from headrace.bus.joblog import JobLog
 from headrace.bus.provision import ensure_provisioned
@@ -22,13 +22,16 @@ log = logging.getLogger(__name__)
 
 
 async def run_router(bus: Bus, *, stop: asyncio.Event) -> None:
-    """Route until `stop`; requests under way are finished first. Raises BrokerError where the broker is gone for good."""
+    """Route until `stop`; requests under way are finished first. Raises BrokerError if the broker is gone for good."""
     await ensure_provisioned(bus)
     workers = WorkersView(bus)
     async with workers.running(), asyncio.TaskGroup() as group:
         models = Models(bus, workers)
         deliveries = Deliveries(bus, JobLog(bus))
-        cleaning = group.create_task(deliveries.run(), name="deliveries")
+        background = [
+            group.create_task(deliveries.run(), name="deliveries"),
+            group.create_task(keep_clock(bus), name="clock"),
+        ]
         ingress = Ingress(bus, models, deliveries, tenants=lambda: frozenset({DEFAULT_TENANT}))
         control = Control(bus, models)
         names = bus.names
@@ -46,6 +49,7 @@ async def run_router(bus: Bus, *, stop: asyncio.Event) -> None:
         ):
             log.info("routing %s", names.infer_filter())
             await wait_first(stop, bus.closed)
-        cleaning.cancel()
+        for task in background:
+            task.cancel()
     if bus.closed.is_set() and not stop.is_set():
         raise BrokerUnavailableError("the connection to the broker was closed for good")

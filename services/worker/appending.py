@@ -82,7 +82,7 @@ class LogWriter:
             if isinstance(result, Stored):
                 self.sequence = result.sequence
                 return Appended(result.sequence)
-            if not isinstance(result, Unknown) and not result.is_lost_race:
+            if not isinstance(result, Unknown) and result.is_too_large:
                 return Fenced(f"the log refuses the event: {result.description}")
             verdict, last = await self._look(event)
             if verdict is Verdict.STORED and last is not None:

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from headrace.bus.clock import BrokerClock
 from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import Delivery
 from headrace.errors import EngineBusyError, EngineError, EngineRequestError
@@ -84,12 +85,14 @@ class Execution:
         log_ttl_s: float,
         retry_for_s: float,
         max_event_bytes: int,
+        clock: BrokerClock,
         span: Span,
     ) -> None:
         self._claimed = claimed
         self._engine = engine
         self._span = span
         self._max_event_bytes = max_event_bytes
+        self._clock = clock
         job = claimed.job
         self._writer = LogWriter(
             job_log, job.tenant, sequence=claimed.state.sequence, ttl_s=log_ttl_s, retry_for_s=retry_for_s
@@ -151,7 +154,7 @@ class Execution:
         self._task = asyncio.current_task()
         try:
             if self._stop_reason is None:
-                async with asyncio.timeout(max(0.0, self._claimed.job.deadline_at - time.time())):
+                async with asyncio.timeout(max(0.0, self._claimed.job.deadline_at - self._clock.now())):
                     await self._generate()
         except asyncio.CancelledError:
             if self._stop_reason is None or self._task is None:

@@ -209,13 +209,13 @@ class Handler:
             Situation(
                 state=state,
                 me=self._identity(held.delivery.sequence),
-                now=time.time(),
+                now=self._bus.clock.now(),
                 deadline_at=job.deadline_at,
                 queue_until=job.queue_until,
                 log_retention_s=self._settings.log_retention_s,
                 max_faults=self._settings.max_attempts,
                 fits=fits,
-                is_running_here=any(entry.execution is not None for entry in others),
+                is_running_here=any(_has(entry, state) for entry in others),
                 owner_seen=owner_seen,
             )
         )
@@ -342,6 +342,7 @@ class Handler:
             log_ttl_s=self._log_ttl_s(job),
             retry_for_s=self._settings.retry_for_s,
             max_event_bytes=self._bus.max_data_bytes,
+            clock=self._bus.clock,
             span=span,
         )
         self._room_changed()
@@ -471,3 +472,9 @@ class Handler:
             delivery_count=delivery.num_delivered,
             worker=self._identity(0).worker,
         )
+
+
+def _has(held: Held, state: JobState) -> bool:
+    """Whether another message of the same job runs here, or is just being claimed."""
+    is_claiming = state.owner is not None and held.delivery.sequence == state.owner.queue_sequence
+    return held.execution is not None or is_claiming

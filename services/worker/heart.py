@@ -1,4 +1,4 @@
-"""The worker's heartbeat: one key, written by compare-and-set, so that a worker declared dead learns it when it beats."""
+"""The worker's heartbeat: one key, written by compare-and-set; a worker declared dead learns it when it beats."""
 
 import asyncio
 import logging
@@ -96,7 +96,7 @@ class Heart:
             self._changed.clear()
             started = time.monotonic()
             result = await self._beat()
-            if isinstance(result, Refused) and not await self._was_mine():
+            if isinstance(result, Refused) and not await self._is_still_mine():
                 await self._lost()
             await asyncio.sleep(max(0.0, _MIN_INTERVAL_S - (time.monotonic() - started)))
 
@@ -113,15 +113,25 @@ class Heart:
             self._settled.set()
         return result
 
-    async def _was_mine(self) -> bool:
-        """Whether the key holds an earlier beat of ours whose acknowledgement was lost; then its revision counts."""
+    async def _is_still_mine(self) -> bool:
+        """Whether nobody took the key from us: it holds an unacknowledged beat of ours, or it expired untouched.
+
+        It expires while the broker cannot be reached, which is no fault of anybody's. Whoever declares a worker dead
+        writes a tombstone, on the marker's revision too, so taking the key back is a race with one winner.
+        """
         try:
             seen = await self._bucket.get(self._worker)
         except (BrokerUnavailableError, NotProvisionedError):
             return True  # not known yet; the next beat will tell
-        if seen is None or seen.beat is None or seen.beat.is_tombstone or seen.beat.epoch != self.epoch:
+        if seen is None:
+            self.revision = 0
+        elif seen.beat is None and not seen.has_left:
+            self.revision = seen.revision
+        elif seen.beat is not None and not seen.beat.is_tombstone and seen.beat.epoch == self.epoch:
+            self.revision = max(self.revision, seen.revision)
+        else:
             return False
-        self.revision = max(self.revision, seen.revision)
+        self._changed.set()
         return True
 
     async def _lost(self) -> None:

@@ -5,10 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
-
-from headrace.bus.connection import Bus
+from headrace.bus.connection import Bus, Message, Subscription
 from headrace.bus.jobqueue import Delivery, JobQueue
 from headrace.errors import BrokerError
 from headrace.schemas.subjects import HDR_PASSED, WORKER_GROUP, QueueName
@@ -120,7 +117,7 @@ class Puller:
         if membership is not None and not self._bus.nc.is_closed:
             await membership.unsubscribe()
 
-    async def _on_wake(self, message: Msg) -> None:
+    async def _on_wake(self, message: Message) -> None:
         queue = QueueName.from_subject(message.subject)
         if queue is None:
             return

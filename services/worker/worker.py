@@ -11,9 +11,8 @@ from collections import deque
 from typing import Final, Literal
 
 import msgspec
-from nats.aio.msg import Msg
 
-from headrace.bus.connection import Bus
+from headrace.bus.connection import Bus, Message, keep_clock
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import Delivery, JobQueue
@@ -38,6 +37,7 @@ __all__ = ["Worker", "WorkerOptions", "run_worker"]
 log = logging.getLogger(__name__)
 
 _PURGE_AFTER_S: Final = 60.0
+_PURGE_EVERY_S: Final = 1.0
 _MAX_PURGES_WAITING: Final = 100_000
 _RESTART_FIRST_S: Final = 0.5
 _RESTART_MAX_S: Final = 30.0
@@ -118,6 +118,7 @@ class Worker:
                     ),
                     group.create_task(self._watch_for_ever(), name="watchdog"),
                     group.create_task(self._purge_for_ever(), name="purges"),
+                    group.create_task(keep_clock(self._bus), name="clock"),
                 ]
                 try:
                     await self._work(group, stop)
@@ -273,7 +274,7 @@ class Worker:
 
     # what is done to it
 
-    async def _on_nudge(self, message: Msg) -> None:
+    async def _on_nudge(self, message: Message) -> None:
         try:
             nudge = msgspec.json.decode(message.data, type=WorkerNudge)
         except msgspec.DecodeError:
@@ -342,7 +343,7 @@ class Worker:
     async def _purge_for_ever(self) -> None:
         """A minute after a job ended its log keeps only the last event, which holds the whole answer."""
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(_PURGE_EVERY_S)
             while self._purges and self._purges[0][0] <= time.monotonic():
                 _, tenant, job = self._purges.popleft()
                 try:

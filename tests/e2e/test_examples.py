@@ -77,7 +77,7 @@ async def test_attach_and_cancel(broker_url: str, prefix: str) -> None:
         assert code == 0, err
         (job,) = set(re.findall(r"story-\w+", err))
         assert (await running.client.status(job)).state == "cancelled"
-    assert re.search(r"left job story-\w+ running\nit is cancelled\n\nwho attaches now", err)
+    assert re.search(r"left job story-\w+ running\nit is cancelled\nwho attaches now", err)
     first, attached, afterwards = (line.split() for line in out.splitlines())
     assert len(first) >= 10
     assert len(attached) >= 20

@@ -24,7 +24,6 @@ async def test_streams_outlive_the_router_that_accepted_them(broker_url: str, pr
     )  # fmt: skip
     router = part("serve", "router", url=broker_url, prefix=prefix, state_dir=tmp_path)
     async with worker, router, headrace.client.connect(broker_url, settings=settings) as client:
-
         await serving(client, MODEL)
         nc = await nats.connect(broker_url)
         try:

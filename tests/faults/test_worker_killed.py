@@ -1,4 +1,4 @@
-"""A worker dies or hangs with streams on it: others go on after the last token, and each reader sees every token once."""
+"""A worker dies or hangs with streams on it: others go on after the last token; readers see every token once."""
 
 import asyncio
 import signal

@@ -26,7 +26,13 @@ async def bare_connection(url: str) -> NatsClient:
 
 async def read_to_end(subscription: Any, *, timeout_s: float = 10.0) -> list[Msg]:
     messages: list[Msg] = []
-    while not messages or messages[-1].headers["Headrace-Event"] not in ("done", "failed", "cancelled", "expired", "error"):
+    while not messages or messages[-1].headers["Headrace-Event"] not in (
+        "done",
+        "failed",
+        "cancelled",
+        "expired",
+        "error",
+    ):
         messages.append(await subscription.next_msg(timeout_s))
     return messages
 
@@ -177,7 +183,8 @@ async def test_two_workers_with_the_same_message_run_the_engine_once(broker_url:
                 await running.bus.store(running.bus.names.jobs(MODEL, QueueName()), body, headers=headers)
                 info = json.loads(await running.bus.api(f"CONSUMER.INFO.{queue.stream}.{QueueName().consumer}"))
                 await running.bus.publish(
-                    f"$JS.ACK.{queue.stream}.{QueueName().consumer}.1.1.{info['delivered']['consumer_seq']}.0.0", b"-NAK"
+                    f"$JS.ACK.{queue.stream}.{QueueName().consumer}.1.1.{info['delivered']['consumer_seq']}.0.0",
+                    b"-NAK",
                 )
             if isinstance(event, Done):
                 done = event
@@ -217,11 +224,15 @@ async def test_cancelling_a_running_job_aborts_its_engine(broker_url: str, prefi
     async with deployment(broker_url, prefix) as running:
         await running.worker(engine)
         stream = running.client.stream(model=MODEL, messages=BODY["messages"], max_tokens=2000, ignore_eos=True)
-        with pytest.raises(JobCancelledError):
+
+        async def read_and_cancel() -> None:
             async for event in stream:
                 if isinstance(event, Delta) and event.offset == 3:
                     status = await stream.cancel()
                     assert status.state == "cancelled"
+
+        with pytest.raises(JobCancelledError):
+            await read_and_cancel()
 
         async def is_aborted() -> bool:
             return engine.num_running == 0

@@ -100,10 +100,14 @@ async def test_a_hole_that_nothing_can_fill_is_an_error(
         await running.worker(sim(tokens_per_second=100.0))
         losing(monkeypatch, lambda event: event.offset >= 5)
         body = {**BODY, "n": 2}
-        with pytest.raises(StreamGapError) as caught:
+
+        async def read() -> None:
             async for event in running.client.stream(model=MODEL, job_id="holey", **body):
                 if isinstance(event, Delta) and event.offset == 4:
                     await ended_and_purged(running, "holey")
+
+        with pytest.raises(StreamGapError) as caught:
+            await read()
     assert caught.value.code == "stream_gap"
 
 

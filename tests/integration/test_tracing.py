@@ -33,7 +33,6 @@ async def test_one_trace_has_client_router_queue_wait_worker_and_engine(
                 parts[1],
                 headrace.client.connect(broker_url, settings=Settings(prefix=prefix)) as client,
             ):
-
                 await serving(client, MODEL)
                 done = await client.complete(
                     model=MODEL, messages=[{"role": "user", "content": "canary-7f3"}], max_tokens=5

@@ -68,8 +68,8 @@ class Engine(Protocol):
         """Run one request; `max_tokens` new tokens at most (what is left of it, on resume).
 
         A chunk with nothing in it is a sign of life, such as progress in reading a long prompt. A stop string is never
-        in the text, not even in part. A resumed answer goes on after `resume.text` and repeats neither it nor the role; its usage is this
-        attempt's alone. `EngineRequestError` with `not_resumable` where the engine cannot go on.
+        in the text, not even in part. A resumed answer goes on after `resume.text` and repeats neither it nor the
+        role; its usage is this attempt's alone. `EngineRequestError` with `not_resumable` where it cannot go on.
         """
         ...
 

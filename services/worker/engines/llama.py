@@ -4,7 +4,9 @@ import asyncio
 import importlib.metadata
 import importlib.util
 import logging
+import os
 import sys
+import tempfile
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Annotated, Final
@@ -18,6 +20,7 @@ from headrace.schemas.openai import InferenceRequest
 from headrace.worker.engines.base import EngineFacts, EngineUsage, Resume
 from headrace.worker.engines.llama_server import READY
 from headrace.worker.engines.openai import OpenAIEngine, OpenAIOptions
+from headrace.worker.engines.openmp import library_path
 from headrace.worker.engines.options import PositiveInt, Seconds
 
 __all__ = ["LlamaEngine", "LlamaOptions", "find_weights"]
@@ -77,6 +80,7 @@ class LlamaEngine:
         self._options = options
         self._child: ChildProcess | None = None
         self._attached: OpenAIEngine | None = None
+        self._libraries: tempfile.TemporaryDirectory[str] | None = None
         self._facts = EngineFacts(name="llama")
 
     @property
@@ -133,12 +137,15 @@ class LlamaEngine:
         """End the child, generating or not."""
         attached, self._attached = self._attached, None
         child, self._child = self._child, None
+        libraries, self._libraries = self._libraries, None
         try:
             if attached is not None:
                 await attached.stop()
         finally:
             if child is not None:
                 await child.stop()
+            if libraries is not None:
+                libraries.cleanup()
 
     @property
     def _running(self) -> OpenAIEngine:
@@ -159,7 +166,15 @@ class LlamaEngine:
         argv = [sys.executable, "-m", _SERVER, "--model", str(weights), "--alias", self._model]
         argv += ["--port", str(options.port), "--ctx", str(options.n_ctx)]
         argv += ["--slots", str(options.max_concurrency), "--threads", str(options.threads)]
-        child = self._child = ChildProcess(argv, name="llama.cpp server", on_line=on_line, stop_timeout_s=2.0)
+        self._libraries = tempfile.TemporaryDirectory(prefix="headrace-lib-")
+        found = library_path(Path(self._libraries.name))
+        child = self._child = ChildProcess(
+            argv,
+            name="llama.cpp server",
+            env={**os.environ, "LD_LIBRARY_PATH": found} if found is not None else None,
+            on_line=on_line,
+            stop_timeout_s=2.0,
+        )
         await child.__aenter__()
         died = asyncio.ensure_future(child.wait())
         try:
