@@ -250,12 +250,18 @@ class Bus:
     async def subscribe(
         self, subject: str, *, queue: str = "", cb: Callable[[Msg], Awaitable[None]] | None = None
     ) -> Subscription:
-        """Subscribe; what `cb` raises is logged and ends nothing.
+        """Subscribe; what `cb` raises is logged and ends nothing. Beyond its bounds the newest messages are dropped.
 
         Raises BrokerUnavailableError on a closed connection.
         """
         try:
-            return await self.nc.subscribe(subject, queue=queue, cb=cb)
+            return await self.nc.subscribe(
+                subject,
+                queue=queue,
+                cb=cb,
+                pending_msgs_limit=_MAX_PENDING_MESSAGES,
+                pending_bytes_limit=_MAX_PENDING_BYTES,
+            )
         except (NatsError, OSError) as error:
             raise BrokerUnavailableError(f"cannot subscribe to {subject}: {error or type(error).__name__}") from None
 

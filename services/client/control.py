@@ -2,7 +2,7 @@
 
 import msgspec
 
-from headrace.bus.connection import Bus
+from headrace.bus.connection import Bus, Message
 from headrace.errors import BrokerUnavailableError, NotProvisionedError, RequestError
 from headrace.lifecycle import Backoff
 from headrace.schemas import subjects
@@ -33,19 +33,21 @@ class JobControl:
         return await self._ask(self._bus.names.cancel(self._tenant, _checked(job)), body, job)
 
     async def _ask(self, subject: str, body: bytes, job: str) -> JobStatus:
-        retries = Backoff(first_s=_RETRY_FIRST_S, max_s=_RETRY_MAX_S, for_s=self._bus.settings.retry_for_s)
-        while True:
-            try:
-                reply = await self._bus.request(subject, body)
-                break
-            except (BrokerUnavailableError, NotProvisionedError):
-                if retries.is_over:
-                    raise BrokerUnavailableError("no router answered; is one running? (`headrace up`)") from None
-                await retries.pause()
+        reply = await self._reply(subject, body)
         if (reply.headers or {}).get(subjects.HDR_EVENT) == "error":
             detail = msgspec.json.decode(reply.data, type=ErrorBody).error
             raise RequestError(Refusal(code=detail.code, message=detail.message, param=detail.param), job=job)
         return msgspec.json.decode(reply.data, type=JobStatus)
+
+    async def _reply(self, subject: str, body: bytes) -> Message:
+        retries = Backoff(first_s=_RETRY_FIRST_S, max_s=_RETRY_MAX_S, for_s=self._bus.settings.retry_for_s)
+        while True:
+            try:
+                return await self._bus.request(subject, body)
+            except (BrokerUnavailableError, NotProvisionedError):
+                if retries.is_over:
+                    raise BrokerUnavailableError("no router answered; is one running? (`headrace up`)") from None
+                await retries.pause()
 
 
 def _checked(job: str) -> str:

@@ -25,14 +25,9 @@ async def bare_connection(url: str) -> NatsClient:
 
 
 async def read_to_end(subscription: Any, *, timeout_s: float = 10.0) -> list[Msg]:
+    ends = ("done", "failed", "cancelled", "expired", "error")
     messages: list[Msg] = []
-    while not messages or messages[-1].headers["Headrace-Event"] not in (
-        "done",
-        "failed",
-        "cancelled",
-        "expired",
-        "error",
-    ):
+    while not messages or messages[-1].headers["Headrace-Event"] not in ends:
         messages.append(await subscription.next_msg(timeout_s))
     return messages
 
@@ -181,11 +176,9 @@ async def test_two_workers_with_the_same_message_run_the_engine_once(broker_url:
                 )
                 headers = {**copy.headers(), "Nats-Msg-Id": "another-window"}
                 await running.bus.store(running.bus.names.jobs(MODEL, QueueName()), body, headers=headers)
-                info = json.loads(await running.bus.api(f"CONSUMER.INFO.{queue.stream}.{QueueName().consumer}"))
-                await running.bus.publish(
-                    f"$JS.ACK.{queue.stream}.{QueueName().consumer}.1.1.{info['delivered']['consumer_seq']}.0.0",
-                    b"-NAK",
-                )
+                progress = await queue.progress(QueueName())
+                assert progress is not None
+                await queue.nak_on_behalf(QueueName(), 1, progress)
             if isinstance(event, Done):
                 done = event
 
