@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
+from nats.aio.msg import Msg
 
 import headrace.client
 from headrace.bus.connection import Bus, connect
@@ -119,6 +120,12 @@ async def deployment(url: str, prefix: str, *, routers: int = 1, **settings: Any
 def sim(**options: Any) -> SimEngine:
     """A simulated engine; fast unless told otherwise."""
     return SimEngine(MODEL, msgspec.convert({"tokens_per_second": 200.0, **options}, SimOptions))
+
+
+def header(message: Msg, name: str) -> str:
+    """One header of a message as received."""
+    assert message.headers is not None
+    return message.headers[name]
 
 
 async def until(condition: Any, *, timeout_s: float = 10.0) -> None:

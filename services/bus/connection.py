@@ -51,7 +51,7 @@ ERR_WRONG_LAST_SEQUENCE_CONSTANT: Final = 10164
 ERR_STREAM_FULL: Final = 10077
 ERR_SEQUENCE_NOT_FOUND: Final = 10043
 
-_ERR_TOO_LARGE: Final = 10054
+ERR_TOO_LARGE: Final = 10054
 _HEADER_ROOM_BYTES: Final = 16_384
 
 _LOST_RACE: Final = frozenset({ERR_WRONG_LAST_SEQUENCE, ERR_WRONG_LAST_SEQUENCE_CONSTANT})
@@ -83,7 +83,7 @@ class Refused(msgspec.Struct, frozen=True):
     @property
     def is_too_large(self) -> bool:
         """Whether the message is larger than the broker takes; it never will be stored."""
-        return self.err_code == _ERR_TOO_LARGE
+        return self.err_code == ERR_TOO_LARGE
 
     @property
     def is_full(self) -> bool:
@@ -221,7 +221,7 @@ class Bus:
     ) -> StoreResult:
         """Publish to a stream and say what became of it. Never raises for what the broker or the network did."""
         if too_large := self._too_large(data, headers):
-            return Refused(_ERR_TOO_LARGE, too_large)
+            return Refused(ERR_TOO_LARGE, too_large)
         try:
             reply = await self.request(subject, data, headers=dict(headers), timeout_s=timeout_s)
         except NotProvisionedError as error:

@@ -99,9 +99,8 @@ class Evictor:
         return isinstance(await self._log.append(tenant, event, expected=state.sequence, ttl_s=ttl_s), Stored)
 
     async def state(self, tenant: str, job: str) -> JobState:
-        """What a job's last event says: enough to judge and to follow it."""
-        last = await self._log.last(tenant, job)
-        return fold([last]) if last is not None else JobState()
+        """What a job's whole log says; whether an owner lives cannot be told from the last event alone."""
+        return await self._log.state(tenant, job)
 
     def queue(self, model: str) -> JobQueue:
         """The job queue of a model."""
@@ -113,7 +112,8 @@ class Evictor:
         """Whether the message is now to be handed back: its job is requeued, or never started."""
         try:
             for _ in range(_MAX_APPENDS):
-                state = await self.state(held.tenant, held.job)
+                last = await self._log.last(held.tenant, held.job)
+                state = fold([last]) if last is not None else JobState()  # it names the owner, which is enough here
                 remedied = judge_listed(state, worker=beat.worker, epoch=beat.epoch)
                 if remedied.remedy is not Remedy.REQUEUE:
                     return remedied.remedy is Remedy.HAND_BACK

@@ -4,16 +4,18 @@ import asyncio
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import nats
 
 import headrace.client
 from headrace.client import Accepted, Delta, Done
 from headrace.settings import Settings
+from tests.deployment import header
 from tests.processes import part, serving
 
 MODEL = "sim-model"
-BODY = {"messages": [{"role": "user", "content": "go on"}], "max_tokens": 30, "ignore_eos": True}
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "go on"}], "max_tokens": 30, "ignore_eos": True}
 
 
 async def test_streams_outlive_the_router_that_accepted_them(broker_url: str, prefix: str, tmp_path: Path) -> None:
@@ -30,7 +32,7 @@ async def test_streams_outlive_the_router_that_accepted_them(broker_url: str, pr
             inbox = nc.new_inbox()
             bare = await nc.subscribe(inbox)
             await nc.publish(f"{prefix}.infer.default.chat.{MODEL}", json.dumps(BODY).encode(), reply=inbox)
-            kinds = [(await bare.next_msg(5)).headers["Headrace-Event"] for _ in range(2)]
+            kinds = [header((await bare.next_msg(5)), "Headrace-Event") for _ in range(2)]
             assert kinds[0] == "accepted"  # the router's answer; what follows is the broker's own delivery
 
             events = aiter(client.stream(model=MODEL, **BODY))
@@ -47,10 +49,10 @@ async def test_streams_outlive_the_router_that_accepted_them(broker_url: str, pr
             offset = 0
             while True:
                 message = await bare.next_msg(10)
-                kind = message.headers["Headrace-Event"]
+                kind = header(message, "Headrace-Event")
                 if kind == "delta":
-                    assert int(message.headers["Headrace-Offset"]) == offset
-                    offset += int(message.headers["Headrace-Count"])
+                    assert int(header(message, "Headrace-Offset")) == offset
+                    offset += int(header(message, "Headrace-Count"))
                 if kind == "done":
                     break
             assert offset == 30

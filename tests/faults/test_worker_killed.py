@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -68,7 +69,7 @@ class Reading:
 
     async def read(self, client: Client, number: int) -> None:
         offset, text = 0, ""
-        body = {"messages": [{"role": "user", "content": f"stream {number}"}], "max_tokens": NUM_TOKENS}
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": f"stream {number}"}], "max_tokens": NUM_TOKENS}
         async for event in client.stream(model=MODEL, ignore_eos=True, **body):
             if isinstance(event, Started):
                 self.attempts[event.attempt] = (event.worker, time.monotonic())

@@ -13,9 +13,9 @@ from nats.aio.msg import Msg
 from headrace.bus.jobqueue import JobQueue
 from headrace.client import Done
 from headrace.errors import RequestError
-from tests.deployment import MODEL, Deployment, deployment, sim
+from tests.deployment import MODEL, Deployment, deployment, header, sim
 
-CHAT = {"messages": [{"role": "user", "content": "hello there"}], "max_tokens": 3}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello there"}], "max_tokens": 3}
 
 
 @pytest_asyncio.fixture
@@ -54,7 +54,7 @@ async def first_answer(
 async def refusal(running: Deployment, nc: NatsClient, body: bytes | dict[str, Any], **how: Any) -> dict[str, Any]:
     """The error a request is refused with; nothing may have been stored, and a good request must still be served."""
     message = await first_answer(running, nc, body, **how)
-    assert message.headers["Headrace-Event"] == "error", message.data
+    assert header(message, "Headrace-Event") == "error", message.data
     assert len(message.data) <= 4096
     assert await JobQueue(running.bus, MODEL).counts() == {}
     error: dict[str, Any] = json.loads(message.data)["error"]
@@ -193,7 +193,7 @@ async def test_a_reply_that_is_no_inbox_is_refused_and_nothing_is_sent_to_anothe
     for reply in ("_INBOX.default.evil", "_INBOX._svc.spoofed", own_log):
         await nc.publish(subject, data, reply=reply)
     # An answered request after them shows that they were handled and got no answer.
-    assert (await first_answer(running, nc, CHAT)).headers["Headrace-Event"] == "accepted"
+    assert header((await first_answer(running, nc, CHAT)), "Headrace-Event") == "accepted"
     assert await running.client.complete(model=MODEL, **CHAT)
     assert services.pending_msgs == 0
     seen = [victim._pending_queue.get_nowait() for _ in range(victim.pending_msgs)]

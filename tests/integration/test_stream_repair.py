@@ -1,6 +1,7 @@
 """A reader's stream with messages lost on the way: repaired from the log, or an error, never a hole."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from headrace.errors import StreamGapError
 from headrace.schemas.events import Event
 from tests.deployment import MODEL, Deployment, deployment, sim, until
 
-BODY = {"prompt": "tell me of rivers", "max_tokens": 12, "ignore_eos": True}
+BODY: dict[str, Any] = {"prompt": "tell me of rivers", "max_tokens": 12, "ignore_eos": True}
 
 
 def losing(monkeypatch: pytest.MonkeyPatch, is_lost: Callable[[Event], bool]) -> list[Event]:

@@ -95,7 +95,7 @@ def check_total(op: Operation, data: bytes) -> InferenceRequest | Refusal:
 
 def test_the_valid_bodies_are_valid() -> None:
     for op in OPERATIONS:
-        assert isinstance(check_total(op, json.dumps(VALID[op]).encode()), InferenceRequest)  # type: ignore[arg-type]
+        assert isinstance(check_total(op, json.dumps(VALID[op]).encode()), InferenceRequest)
 
 
 @settings(max_examples=150, deadline=None)

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.bus.connection import ERR_STREAM_FULL, ERR_WRONG_LAST_SEQUENCE, Refused, Stored, StoreResult, Unknown
+from headrace.bus.connection import (
+    ERR_STREAM_FULL,
+    ERR_TOO_LARGE,
+    ERR_WRONG_LAST_SEQUENCE,
+    Refused,
+    Stored,
+    StoreResult,
+    Unknown,
+)
 from headrace.bus.joblog import JobLog
 from headrace.errors import BrokerUnavailableError, NotProvisionedError
 from headrace.schemas import events
@@ -249,9 +257,15 @@ async def test_no_clear_answer_is_given_up_in_time(clock: Clock) -> None:
     assert 2 <= len(log.sent) <= 8
 
 
-async def test_a_refusal_that_is_no_race_fences_at_once() -> None:
-    log = ScriptedLog(appends=[Refused(ERR_STREAM_FULL, "maximum bytes exceeded")], reads=UNREAD)
-    assert await writer(log).append(delta(0)) == Fenced("the log refuses the event: maximum bytes exceeded")
+async def test_an_event_the_broker_can_never_take_fences_at_once() -> None:
+    log = ScriptedLog(appends=[Refused(ERR_TOO_LARGE, "message too large")], reads=UNREAD)
+    assert await writer(log).append(delta(0)) == Fenced("the log refuses the event: message too large")
+
+
+async def test_a_refusal_that_may_pass_is_repeated() -> None:
+    last = at(delta(0), 7)
+    log = ScriptedLog(appends=[Refused(ERR_STREAM_FULL, "maximum bytes exceeded"), Stored(8)], reads=[last])
+    assert await writer(log, sequence=7).append(delta(1)) == Appended(8)
 
 
 async def test_a_claim_on_an_empty_log_that_somebody_won() -> None:

@@ -18,7 +18,7 @@ def chat_encoder() -> ChunkEncoder:
 
 
 def call(arguments: str, **head: str) -> ChoiceDelta:
-    return ChoiceDelta(tool_calls=(ToolCallDelta(index=0, arguments=arguments, **head),), num_tokens=1)  # type: ignore[arg-type]
+    return ChoiceDelta(tool_calls=(ToolCallDelta(index=0, arguments=arguments, **head),), num_tokens=1)
 
 
 def respond(assembler: ResponseAssembler) -> dict[str, Any]:

@@ -182,7 +182,9 @@ class HttpAdapter:
                         if answer.is_finished:
                             return
                         raise _error_of_frame(chunk, request, answer)
-                    yield answer.push(chunk) or EngineChunk()
+                    shown = answer.push(chunk)
+                    if shown is not None or not answer.is_finished:
+                        yield shown or EngineChunk()
                     if answer.is_finished and answer.is_cut:
                         return
             if not answer.is_finished:
