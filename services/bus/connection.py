@@ -131,12 +131,14 @@ class _ApiReply(msgspec.Struct, frozen=True):
 class Bus:
     """A connection with the names and settings of its deployment. Made by `connect`.
 
-    It reconnects for ever. `closed` is set when the client library gave up for good (it does on some protocol
-    errors): whoever runs the process must end it then, never live on silently.
+    `url` is where it was connected to, credentials included. It reconnects for ever. `closed` is set when the client
+    library gave up for good (it does on some protocol errors): whoever runs the process must end it then, never live
+    on silently.
     """
 
-    def __init__(self, nc: Client, settings: Settings) -> None:
+    def __init__(self, nc: Client, settings: Settings, url: str = "") -> None:
         self.nc = nc
+        self.url = url
         self.settings = settings
         self.names = Names(prefix=settings.prefix)
         self.clock = BrokerClock()
@@ -362,7 +364,7 @@ async def connect(
             f"no NATS server answers at {_without_secrets(url)}: {reason}. "
             "Start one with `headrace up`, or set HEADRACE_NATS_URL"
         ) from None
-    bus = Bus(nc, settings)
+    bus = Bus(nc, settings, url)
     bus_holder.append(bus)
     async with bus:
         yield bus

@@ -144,6 +144,12 @@ class Handler:
                             return
                         continue
                     plan = planned
+                is_last_chance = len(state.faults) == self._settings.max_attempts - 1 and bool(state.faults)
+                if is_last_chance and self._held.has_last_chance:
+                    # Two such jobs in one engine would die of each other's faults.
+                    await self._hand_back(held, job, delay_s=_FIRST_RETRY_S)
+                    return
+                held.is_last_chance = is_last_chance
                 if not self._ledger.fits(plan.need_tokens):
                     if not await self._hold(held, job, plan):
                         return
@@ -427,6 +433,7 @@ class Handler:
     async def _hand_back(self, held: Held, job: Job, *, delay_s: float = 0.0) -> None:
         """NAK and wake, after keeping it back for a while: listed and renewed, so that it is not lost with us."""
         self._ledger.release(held.delivery.sequence)
+        held.is_last_chance = False
         held.is_backing_off = True
         self._room_changed()
         await wait_first(self._draining, timeout_s=delay_s)

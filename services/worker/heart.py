@@ -9,6 +9,7 @@ from typing import Final
 from headrace.bus.connection import Refused, Stored, StoreResult
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.errors import BrokerUnavailableError, ConfigError, NotProvisionedError
+from headrace.lifecycle import Backoff
 from headrace.schemas.workers import Heartbeat, SeenBeat
 
 __all__ = ["Heart"]
@@ -23,7 +24,7 @@ class Heart:
     """Beats at each interval, and at once when told that something changed.
 
     `compose` gives the beat to send. `epoch` names the registration; losing the key ends it: `on_lost` is called, and
-    a new epoch begins. `revision` is the last acknowledged beat's.
+    a new epoch begins. `revision` is the last acknowledged beat's. No beat is sent while `is_well` says no.
     """
 
     def __init__(
@@ -36,6 +37,8 @@ class Heart:
         compose: Callable[[], Heartbeat],
         new_epoch: Callable[[], str],
         on_lost: Callable[[], Awaitable[None]],
+        is_well: Callable[[], bool] = lambda: True,
+        epoch: str | None = None,
     ) -> None:
         self._bucket = bucket
         self._worker = worker
@@ -44,10 +47,11 @@ class Heart:
         self._compose = compose
         self._new_epoch = new_epoch
         self._on_lost = on_lost
+        self._is_well = is_well
         self._changed = asyncio.Event()
         self._settled = asyncio.Event()
         self._last_ok = -float("inf")
-        self.epoch = new_epoch()
+        self.epoch = epoch if epoch is not None else new_epoch()
         self.revision = 0
 
     @property
@@ -77,6 +81,11 @@ class Heart:
         if not isinstance(result, Stored):
             raise BrokerUnavailableError(f"cannot register worker {self._worker}: {result.reason}")
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether no beat is under way whose outcome is open."""
+        return self._settled.is_set()
+
     async def settled(self) -> None:
         """Wait until no beat is under way whose outcome is open.
 
@@ -94,6 +103,9 @@ class Heart:
             except TimeoutError:
                 pass
             self._changed.clear()
+            if not self._is_well():
+                log.error("the worker's event loop is stuck; no beat is sent")
+                continue
             started = time.monotonic()
             result = await self._beat()
             if isinstance(result, Refused) and not await self._is_still_mine():
@@ -136,9 +148,17 @@ class Heart:
 
     async def _lost(self) -> None:
         log.warning("worker %s was declared dead; dropping what it held and registering anew", self._worker)
+        self._last_ok = -float("inf")
         await self._on_lost()
         self.epoch = self._new_epoch()
-        await self.register()
+        backoff = Backoff(first_s=_MIN_INTERVAL_S, max_s=self._interval_s)
+        while True:
+            try:
+                await self.register()
+                return
+            except (BrokerUnavailableError, NotProvisionedError) as error:
+                log.warning("cannot register anew: %s", error)
+                await backoff.pause()
 
     async def _watch(self, seen: SeenBeat) -> SeenBeat | None:
         await asyncio.sleep(self._ttl_s + 0.5)

@@ -1,7 +1,6 @@
 """A worker process: one engine, one registration, as many requests as the engine's memory carries."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -13,7 +12,6 @@ from typing import Final, Literal
 import msgspec
 
 from headrace.bus.connection import Bus, Message, keep_clock
-from headrace.bus.heartbeats import WorkersBucket
 from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import Delivery, JobQueue
 from headrace.bus.provision import ensure_jobs_stream, ensure_provisioned
@@ -25,11 +23,11 @@ from headrace.schemas.subjects import DEFAULT_POOL
 from headrace.schemas.workers import Heartbeat, WorkerNudge, WorkerState
 from headrace.worker.engines.base import Engine
 from headrace.worker.handling import Handler
-from headrace.worker.heart import Heart
 from headrace.worker.held import HeldSet
 from headrace.worker.ledger import Ledger
 from headrace.worker.memory import read_host_memory
 from headrace.worker.puller import Puller
+from headrace.worker.pulse import Pulse
 from headrace.worker.tokenizing import tokenize_endpoint
 
 __all__ = ["Worker", "WorkerOptions", "run_worker"]
@@ -42,6 +40,9 @@ _MAX_PURGES_WAITING: Final = 100_000
 _RESTART_FIRST_S: Final = 0.5
 _RESTART_MAX_S: Final = 30.0
 _WATCH_EVERY_S: Final = 0.25
+_HEALTH_EVERY_S: Final = 1.0
+_HEALTH_TIMEOUT_S: Final = 2.0
+_NUM_UNHEALTHY: Final = 3
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,14 +77,13 @@ class Worker:
         self._reason = ""
         self._engine_run = 0
         self._ledger = Ledger(capacity_tokens=options.kv_tokens, max_concurrency=options.max_concurrency or 1)
-        self._heart = Heart(
-            WorkersBucket(bus),
+        self._heart = Pulse(
+            bus,
             options.worker,
-            interval_s=self._settings.heartbeat_s,
-            ttl_s=self._settings.worker_ttl_s,
             compose=self._beat,
             new_epoch=lambda: uuid.uuid4().hex[:12],
             on_lost=self._on_lost,
+            stuck_after_s=self._settings.stall_s,
         )
         self._held = HeldSet(self._heart.changed)
         self._queue = JobQueue(bus, options.model, on_late=self._on_late)
@@ -103,16 +103,17 @@ class Worker:
         self._purges: deque[tuple[float, str, str]] = deque(maxlen=_MAX_PURGES_WAITING)
         self._group: asyncio.TaskGroup | None = None
         self._nudged = asyncio.Event()
+        self._engine_hangs = asyncio.Event()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Register, start the engine, work until `stop`, drain, leave."""
-        await self._heart.register()
+        await self._heart.start()
         log.info("worker %s registered for model %s, starting its engine", self._options.worker, self._options.model)
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 background = [
-                    group.create_task(self._heart.run(), name="heartbeat"),
+                    group.create_task(self._heart.refresh_for_ever(), name="beat figures"),
                     group.create_task(
                         self._held.renew_for_ever(self._queue, ack_wait_s=self._settings.ack_wait_s), name="renewals"
                     ),
@@ -127,8 +128,7 @@ class Worker:
                         task.cancel()
         finally:
             await self._engine.stop()
-            with contextlib.suppress(BrokerError):
-                await self._heart.leave()
+            await self._heart.stop()
 
     async def _work(self, group: asyncio.TaskGroup, stop: asyncio.Event) -> None:
         starting = group.create_task(self._engine.start(), name="engine start")
@@ -159,7 +159,9 @@ class Worker:
                 pulling = group.create_task(self._puller.run(), name="pull")
                 facts = self._engine.facts
                 log.info("worker %s is ready: engine %s %s", self._options.worker, facts.name, facts.version)
-                await wait_first(stop, self._bus.closed, self._nudged)
+                await wait_first(stop, self._bus.closed, self._nudged, self._heart.failed)
+                if self._heart.failure is not None:
+                    raise self._heart.failure
                 if self._bus.closed.is_set():
                     raise BrokerUnavailableError("the connection to the broker was closed for good")
                 await self._drain(pulling)
@@ -264,12 +266,11 @@ class Worker:
             memory_free_bytes=memory.free_bytes if memory is not None else None,
             memory_source=memory.source if memory is not None else None,
             seconds_per_job=self._handler.seconds_per_job,
-            connection=self._bus.connection_id,
             reason=self._reason,
             held=tuple(held.as_request() for held in self._held),
         )
 
-    async def _on_lost(self) -> None:
+    def _on_lost(self) -> None:
         self._held.void_all()
 
     # what is done to it
@@ -301,9 +302,10 @@ class Worker:
 
     async def _supervise_engine(self) -> None:
         while True:
-            why = await self._engine.wait_died()
-            log.error("the engine died: %s", why)
-            await self._restart_engine("engine_died", why)
+            reason, why = await self._until_engine_fails()
+            log.error("the engine failed: %s", why)
+            await self._restart_engine(reason, why)
+            self._engine_hangs.clear()
 
     async def _restart_engine(self, reason: Literal["engine_died", "stalled"], why: str) -> None:
         self._set_state("Failed", why)
@@ -326,14 +328,54 @@ class Worker:
         self._puller.look()
 
     async def _watch_for_ever(self) -> None:
-        """End what made no progress for the stall limit; a healthy-looking engine can hang."""
+        """End what made no progress for the stall limit; a healthy-looking engine can hang.
+
+        Where nothing else made progress either, it is the engine that hangs, not one request: it is restarted.
+        """
+        stall_s = self._settings.stall_s
         while True:
-            await asyncio.sleep(min(_WATCH_EVERY_S, self._settings.stall_s / 4))
-            limit = time.monotonic() - self._settings.stall_s
-            for execution in self._held.executions():
-                if execution.last_progress < limit:
-                    log.error("job %s: no token for %.1f s", execution.claimed.job.job, self._settings.stall_s)
-                    execution.stop("stalled")
+            await asyncio.sleep(min(_WATCH_EVERY_S, stall_s / 4))
+            now = time.monotonic()
+            executions = self._held.executions()
+            stalled = [execution for execution in executions if now - execution.last_progress > stall_s]
+            for execution in stalled:
+                log.error("job %s: no token for %.1f s", execution.claimed.job.job, stall_s)
+                execution.stop("stalled")
+            if stalled and all(now - execution.last_progress > stall_s / 2 for execution in executions):
+                self._engine_hangs.set()
+
+    async def _until_engine_fails(self) -> tuple[Literal["engine_died", "stalled"], str]:
+        """Return with the reason once the engine ended, hangs, or was unhealthy some times in a row."""
+        num_bad = 0
+        async with asyncio.TaskGroup() as group:
+            dying = group.create_task(self._engine.wait_died(), name="engine death")
+            hanging = group.create_task(self._engine_hangs.wait(), name="engine hang")
+            try:
+                while True:
+                    done, _ = await asyncio.wait(
+                        [dying, hanging], timeout=_HEALTH_EVERY_S, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    if dying in done:
+                        return "engine_died", dying.result()
+                    if hanging in done:
+                        return "stalled", f"no request made progress for {self._settings.stall_s:g} s"
+                    num_bad = num_bad + 1 if (why := await self._unhealthy()) else 0
+                    if num_bad >= _NUM_UNHEALTHY:
+                        return "engine_died", why
+            finally:
+                dying.cancel()
+                hanging.cancel()
+
+    async def _unhealthy(self) -> str:
+        """Why the engine does not answer its health check; empty if it does."""
+        try:
+            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+                await self._engine.check_health()
+        except TimeoutError:
+            return f"its health check did not answer within {_HEALTH_TIMEOUT_S:g} s"
+        except EngineError as error:
+            return str(error) or "its health check failed"
+        return ""
 
     # after a job
 

@@ -1,0 +1,194 @@
+"""The heartbeat in a thread and on a connection of its own, so that a busy event loop cannot starve it."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from headrace.bus.connection import Bus, connect
+from headrace.bus.heartbeats import WorkersBucket
+from headrace.errors import BrokerUnavailableError
+from headrace.schemas.workers import Heartbeat
+from headrace.worker.heart import Heart
+
+__all__ = ["Pulse"]
+
+log = logging.getLogger(__name__)
+
+_STOP_S: Final = 5.0
+
+
+class Pulse:
+    """A `Heart` whose beats are composed by the worker's loop and sent by a thread.
+
+    The loop hands over a composed beat whenever something changed, and at each interval (`refresh`); the thread sends
+    the last one it was given. If the loop hands over none for `stuck_after_s` it is not busy but stuck: the thread
+    stops beating, and the worker is declared dead like any other that hangs.
+
+    `on_lost` runs in the worker's loop when the registration was lost; `failed` is set when the heart cannot go on.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        worker: str,
+        *,
+        compose: Callable[[], Heartbeat],
+        new_epoch: Callable[[], str],
+        on_lost: Callable[[], None],
+        stuck_after_s: float,
+    ) -> None:
+        self._settings = bus.settings
+        self._url = bus.url
+        self._worker = worker
+        self._compose = compose
+        self._new_epoch = new_epoch
+        self._on_lost = on_lost
+        self._stuck_after_s = stuck_after_s
+        self._beat: Heartbeat | None = None
+        self._composed_at = time.monotonic()
+        self._heart: Heart | None = None
+        self._first_epoch = new_epoch()
+        self._main_loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._thread: threading.Thread | None = None
+        self.failed = asyncio.Event()
+        self.failure: BaseException | None = None
+
+    @property
+    def epoch(self) -> str:
+        """Name of the present registration."""
+        return self._heart.epoch if self._heart is not None else self._first_epoch
+
+    @property
+    def revision(self) -> int:
+        """Revision of the last acknowledged beat."""
+        return self._heart.revision if self._heart is not None else 0
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the last acknowledged beat is younger than half the TTL; a worker that is not must not fetch."""
+        return self._heart is not None and self._heart.is_fresh
+
+    def changed(self) -> None:
+        """Compose a beat and send it soon."""
+        self.refresh()
+        if self._loop is not None and self._heart is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._heart.changed)
+
+    def refresh(self) -> None:
+        """Compose the beat to be sent next."""
+        self._beat = self._compose()
+        self._composed_at = time.monotonic()
+
+    async def refresh_for_ever(self) -> None:
+        """Keep the figures of the beat current, and show that the loop turns."""
+        while True:
+            self.refresh()
+            await asyncio.sleep(self._settings.heartbeat_s)
+
+    async def settled(self) -> None:
+        """Wait until no beat is under way that was composed before now; see `Heart.settled`.
+
+        The heart marks a beat as under way before it takes the composed one, and we composed before we look, so one
+        of the two sees the other.
+        """
+        if self._heart is None or self._loop is None:
+            raise BrokerUnavailableError("the worker is not registered")
+        if not self._heart.is_settled:
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._heart.settled(), self._loop))
+
+    async def start(self) -> None:
+        """Register and begin to beat. Raises what keeps the worker from registering."""
+        self._main_loop = asyncio.get_running_loop()
+        self.refresh()
+        registered: asyncio.Future[None] = self._main_loop.create_future()
+        self._thread = threading.Thread(target=self._run, args=(registered,), name="heartbeat", daemon=True)
+        self._thread.start()
+        await registered
+
+    async def stop(self) -> None:
+        """Take the key away and end the thread. Safe to call twice, and before `start`."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        if self._loop is not None and self._stopping is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+        await asyncio.to_thread(thread.join, _STOP_S)
+
+    def _run(self, registered: "asyncio.Future[None]") -> None:
+        assert self._main_loop is not None
+        main_loop = self._main_loop
+        try:
+            asyncio.run(self._live(registered))
+        except BaseException as error:  # the thread's last line: the worker's loop decides what follows
+            failure = error
+            main_loop.call_soon_threadsafe(self._fail, registered, failure)
+
+    def _fail(self, registered: "asyncio.Future[None]", error: BaseException) -> None:
+        if not registered.done():
+            registered.set_exception(error)
+            return
+        log.error("the heartbeat ended: %s", error)
+        self.failure = error
+        self.failed.set()
+
+    async def _live(self, registered: "asyncio.Future[None]") -> None:
+        assert self._main_loop is not None
+        self._loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        async with connect(self._url, self._settings, name=f"headrace-heartbeat-{self._worker}") as bus:
+            heart = Heart(
+                WorkersBucket(bus),
+                self._worker,
+                interval_s=self._settings.heartbeat_s,
+                ttl_s=self._settings.worker_ttl_s,
+                compose=lambda: self._beat_of(bus),
+                new_epoch=self._new_epoch,
+                on_lost=self._tell_lost,
+                is_well=lambda: time.monotonic() - self._composed_at < self._stuck_after_s,
+                epoch=self._first_epoch,
+            )
+            self._heart = heart
+            await heart.register()
+            self._main_loop.call_soon_threadsafe(_resolve, registered)
+            async with asyncio.TaskGroup() as group:
+                beating = group.create_task(heart.run(), name="beat")
+                closing = group.create_task(bus.closed.wait(), name="closed")
+                await asyncio.wait(
+                    [beating, closing, stopping := group.create_task(self._stopping.wait())],
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                for task in (beating, closing, stopping):
+                    task.cancel()
+            if bus.closed.is_set():
+                raise BrokerUnavailableError("the heartbeat's connection was closed for good")
+            await heart.leave()
+
+    def _beat_of(self, bus: Bus) -> Heartbeat:
+        assert self._heart is not None
+        assert self._beat is not None
+        return msgspec.structs.replace(self._beat, epoch=self._heart.epoch, connection=bus.connection_id)
+
+    async def _tell_lost(self) -> None:
+        assert self._main_loop is not None
+        told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+
+        def tell() -> None:
+            self._on_lost()
+            self.refresh()
+            loop.call_soon_threadsafe(_resolve, told)
+
+        self._main_loop.call_soon_threadsafe(tell)
+        await told
+
+
+def _resolve(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
