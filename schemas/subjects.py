@@ -276,9 +276,10 @@ class Names(msgspec.Struct, frozen=True):
             return None
         return Tenant(parts[1]), JobId(parts[2])
 
-    def dead_filter(self) -> str:
-        """All dead letters."""
-        return f"{self.prefix}.dead.*.*.*"
+    def dead_filter(self, *, tenant: str | None = None, model: str | None = None, job: str | None = None) -> str:
+        """All dead letters, or those of a tenant, a model, a job."""
+        token = model_to_token(model) if model is not None else "*"
+        return f"{self.prefix}.dead.{tenant or '*'}.{token}.{job or '*'}"
 
     def dead(self, tenant: str, model: str, job: str) -> str:
         """Subject of one dead letter."""

@@ -14,25 +14,36 @@ from headrace.schemas import subjects
 __all__ = ["batch_get", "multi_last"]
 
 _BATCH: Final = 1000
+_MAX_BATCH_BYTES: Final = 8 * 1024 * 1024
+"""Well below what a subscription buffers before it drops."""
+
 _HDR_NUM_PENDING: Final = "Nats-Num-Pending"
 _STATUS_EOB = "204"
 _STATUS_NONE = ("404", "408")
 
 
-async def batch_get(bus: Bus, stream: str, subject: str, *, from_sequence: int, up_to: int | None = None) -> list[Msg]:
-    """All stored messages of a subject from a sequence on (and up to another), in order.
+async def batch_get(
+    bus: Bus, stream: str, subject: str, *, from_sequence: int, up_to: int | None = None, limit: int | None = None
+) -> list[Msg]:
+    """Stored messages of a subject from a sequence on, in order: all, those up to another sequence, or the first few.
 
     Raises BrokerUnavailableError where the broker does not send the whole of it in time.
     """
     messages: list[Msg] = []
     sequence = max(from_sequence, 1)
     while True:
-        batch = await _request_many(bus, stream, {"batch": _BATCH, "seq": sequence, "next_by_subj": subject})
-        messages += batch
-        headers = (batch[-1].headers or {}) if batch else {}
-        if headers.get(_HDR_NUM_PENDING, "0") == "0":  # the broker may send fewer than asked for
+        wanted = _BATCH if limit is None else min(_BATCH, limit - len(messages))
+        if up_to is not None:
+            wanted = min(wanted, up_to - sequence + 1)
+        if wanted <= 0:
             return messages
-        sequence = int(headers[subjects.HDR_SEQUENCE]) + 1
+        payload = {"batch": wanted, "max_bytes": _MAX_BATCH_BYTES, "seq": sequence, "next_by_subj": subject}
+        batch = await _request_many(bus, stream, payload)
+        messages += (message for message in batch if up_to is None or _sequence(message) <= up_to)
+        # The broker may send fewer than asked for.
+        if not batch or (batch[-1].headers or {}).get(_HDR_NUM_PENDING, "0") == "0":
+            return messages
+        sequence = _sequence(batch[-1]) + 1
 
 
 async def multi_last(bus: Bus, stream: str, subject: str) -> list[Msg]:
@@ -61,3 +72,7 @@ async def _request_many(bus: Bus, stream: str, payload: dict[str, Any]) -> list[
     finally:
         with contextlib.suppress(NatsError):  # the connection may be closed by now
             await subscription.unsubscribe()
+
+
+def _sequence(message: Msg) -> int:
+    return int((message.headers or {})[subjects.HDR_SEQUENCE])

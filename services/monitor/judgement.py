@@ -5,11 +5,13 @@ from typing import Final
 
 import msgspec
 
-from headrace.schemas.events import Owner
+from headrace.schemas.endings import deadline_exceeded, end_of, queue_timeout
+from headrace.schemas.events import Event, Owner
+from headrace.schemas.jobs import Job
 from headrace.schemas.states import JobState
 from headrace.schemas.workers import Heartbeat, SeenBeat, has_died, is_owner_alive
 
-__all__ = ["Remedied", "Remedy", "judge_listed", "judge_unlisted", "overdue_after_s"]
+__all__ = ["Remedied", "Remedy", "judge_listed", "judge_time", "judge_unlisted", "overdue_after_s"]
 
 _MISSED_BEATS: Final = 3.5
 
@@ -52,6 +54,19 @@ def judge_unlisted(state: JobState, *, owner_seen: SeenBeat | None) -> Remedied:
     if is_owner_alive(state.owner, owner_seen):
         return Remedied(Remedy.NOTHING)
     return Remedied(Remedy.REQUEUE, lost=state.owner if has_died(state.owner, owner_seen) else None)
+
+
+def judge_time(state: JobState, job: Job, *, now: float) -> Event | None:
+    """The terminal event a job is due at `now` (unix seconds): past its deadline, or past its queue timeout and never
+    started. None where it may go on.
+    """
+    if state.is_terminal:
+        return None
+    if now > job.deadline_at:
+        return end_of(state, job, deadline_exceeded(job))
+    if not state.was_started and now > job.queue_until:
+        return end_of(state, job, queue_timeout(job))
+    return None
 
 
 def overdue_after_s(beat: Heartbeat, *, ttl_s: float) -> float:

@@ -16,6 +16,7 @@ from headrace.bus.services import Endpoint, IncomingRequest, answering, refuse, 
 from headrace.errors import BrokerError, BrokerUnavailableError
 from headrace.lifecycle import wait_first
 from headrace.monitor.changes import Change, changes_between, live_beats
+from headrace.monitor.deadlines import Deadlines
 from headrace.monitor.guard import Guard
 from headrace.monitor.lost import LostWorkers
 from headrace.schemas.refusals import Refusal
@@ -48,6 +49,7 @@ async def run_monitor(bus: Bus, *, stop: asyncio.Event) -> None:
             view.running(),
             answering(bus, SERVICE_NAME, [endpoint], description="Watches Headrace's workers"),
             _guarding(bus, view),
+            Deadlines(bus).running(),
         ):
             log.info("watching %s", bus.names.workers_bucket)
             while not stop.is_set():

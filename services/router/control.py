@@ -13,6 +13,7 @@ from headrace.lifecycle import Backoff
 from headrace.router.models import Models
 from headrace.router.position import eta_s, position, waiting_of
 from headrace.schemas import events, subjects
+from headrace.schemas.endings import deadline_exceeded, end_of
 from headrace.schemas.events import Event
 from headrace.schemas.jobs import CancelRequest, Job, JobStatus, decode_job
 from headrace.schemas.refusals import Refusal
@@ -49,7 +50,7 @@ class Control:
             return
         queued = None if state.is_terminal else await self._message(tenant, job, state)
         if queued is not None and self._bus.clock.now() > queued.deadline_at:
-            await self._append(tenant, state, _overdue(queued, state), queued)
+            await self._append(tenant, state, end_of(state, queued, deadline_exceeded(queued)), queued)
             state = await self._log.state(tenant, job)
         await reply_with(self._bus, incoming, await self._describe(tenant, job, state))
 
@@ -170,13 +171,6 @@ def _cancel_request(data: bytes) -> CancelRequest | None:
 def _with_wish(state: JobState, wish: CancelRequest) -> JobState:
     return msgspec.structs.replace(
         state, queue_sequence=state.queue_sequence or wish.sequence, model=state.model or wish.model or ""
-    )
-
-
-def _overdue(job: Job, state: JobState) -> Event:
-    refusal = Refusal(code="deadline_exceeded", message=f"the deadline of {job.deadline_s:g} s has passed")
-    return events.ended(
-        "failed", job.job, attempt=state.attempt, offset=state.num_tokens, error=refusal, body_hash=job.body_hash
     )
 
 
