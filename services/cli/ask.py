@@ -2,22 +2,19 @@
 
 import asyncio
 import contextlib
-import math
 import sys
 import time
-from collections.abc import AsyncIterator
 from typing import Any, Final, Literal
 
 import click
 import msgspec
-from rich.status import Status
 
 from headrace.bus.connection import Bus
 from headrace.bus.overview import list_models, list_workers
 from headrace.cli.answer import Answer, follow
 from headrace.cli.options import with_settings
-from headrace.cli.render import console, duration, is_terminal, safe
-from headrace.client import Accepted, Client, JobStream, Requeued, Started, StreamEvent, connect
+from headrace.cli.screen import Screen
+from headrace.client import JobStream, connect
 from headrace.errors import ConfigError, HeadraceError
 from headrace.lifecycle import stop_event, wait_first
 from headrace.logs import configure_logging
@@ -27,7 +24,6 @@ from headrace.settings import Settings
 
 __all__ = ["ask"]
 
-_ASK_EVERY_S: Final = 1.0
 _CANCEL_WITHIN_S: Final = 5.0
 _LOG_LEVELS: Final[dict[str, str]] = {"debug": "debug"}
 """What a command for people logs: warnings, unless it was asked for more."""

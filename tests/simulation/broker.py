@@ -143,15 +143,19 @@ class ModelBroker:
         link.in_flight = [timer for timer in link.in_flight if not timer.cancelled() and timer.when() > self.loop.time()]
         link.in_flight.append(self.loop.call_at(at, act, context=self._context))
 
-    def _carry(self, link: Link, act: Callable[..., None], *args: Any) -> None:
+    def _carry(self, link: Link, act: Callable[..., object], *args: Any) -> None:
         if link.is_closed:
             return
         link.down_at = max(link.down_at + 1e-9, self.loop.time() + self._delay())
         self.loop.call_at(link.down_at, self._arrive, link, act, args, context=self._context)
 
-    def _arrive(self, link: Link, act: Callable[..., None], args: tuple[Any, ...]) -> None:
+    def _arrive(self, link: Link, act: Callable[..., object], args: tuple[Any, ...]) -> None:
         if not link.is_closed:
             self.loop.call_soon(act, *args, context=link.context)
+
+    def pong(self, link: Link, act: Callable[[], object]) -> None:
+        """Answer a ping."""
+        self._carry(link, act)
 
     def disconnect(self, link: Link, *, loses_half: bool) -> None:
         """A client is gone; what it sent last may be lost with it."""
