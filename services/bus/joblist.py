@@ -74,18 +74,19 @@ async def list_jobs(bus: Bus, models: Iterable[str], *, limit: int, state: Liste
         for seen in (await WorkersBucket(bus).list()).values()
         if seen.beat is not None and not seen.beat.is_tombstone
     ]
+    now = bus.clock.now()
     found: list[ListedJob] = []
     waiting: dict[str, QueueCounts] = {}
     num_messages = 0
     for model in models:
-        lister = _Lister(bus, model, beats)
+        lister = _Lister(bus, model, beats, now=now)
         try:
             counts = await lister.queue.counts()
         except NotProvisionedError:
             continue
         num_messages += sum(counts.values())
         waiting[model] = lister.waiting_of(counts)
-        found += await lister.list(limit=limit, state=state)
+        found += await lister.oldest(limit=limit, state=state)
     return JobListing(
         jobs=sorted(found, key=lambda each: -each.age_s)[:limit], num_messages=num_messages, waiting=waiting
     )
@@ -94,8 +95,9 @@ async def list_jobs(bus: Bus, models: Iterable[str], *, limit: int, state: Liste
 class _Lister:
     """Lists one model's jobs."""
 
-    def __init__(self, bus: Bus, model: str, beats: Iterable[Heartbeat]) -> None:
+    def __init__(self, bus: Bus, model: str, beats: Iterable[Heartbeat], *, now: float) -> None:
         self._bus = bus
+        self._now = now
         self._model = model
         self._log = JobLog(bus)
         self.queue = JobQueue(bus, model)
@@ -112,8 +114,8 @@ class _Lister:
                 waiting[name] = max(0, waiting[name] - 1)
         return waiting
 
-    async def list(self, *, limit: int, state: ListedState | None) -> list[ListedJob]:
-        """The oldest first."""
+    async def oldest(self, *, limit: int, state: ListedState | None) -> list[ListedJob]:
+        """The oldest of the model, oldest first."""
         if state == "running":
             messages = await self._held_messages(limit)
             return [self._running(message) for message in messages]
@@ -183,7 +185,7 @@ class _Lister:
             queue=message.queue,
             state=state,
             attempt=attempt,
-            age_s=round(max(0.0, self._bus.clock.now() - message.stored_at), 3),
+            age_s=round(max(0.0, self._now - message.stored_at), 3),
             worker=worker,
             num_ahead=num_ahead,
         )

@@ -25,8 +25,11 @@ _COMMANDS: Final = {
     "ask": "headrace.cli.ask:ask",
     "status": "headrace.cli.status:status",
     "jobs": "headrace.cli.jobs:jobs",
+    "drain": "headrace.cli.workers:drain",
+    "evict": "headrace.cli.workers:evict",
     "serve": "headrace.cli.serve:serve",
     "provision": "headrace.cli.provision:provision",
+    "bench": "headrace.bench.command:bench",
 }
 """In the order of the help; each is imported when it is used, so that no command waits for what others need."""
 
@@ -73,7 +76,7 @@ def command() -> None:
 
     \b
     First steps:
-      headrace demo                       see it work: a real model, two questions, a few seconds
+      headrace demo                       see it work: a real model, a worker killed in mid-answer, some seconds
       headrace up                         start everything on this machine, with a small model
       headrace ask "What is a headrace?"  ask it, from another terminal
       headrace status                     who works, what waits

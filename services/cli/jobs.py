@@ -1,4 +1,4 @@
-"""`headrace jobs`: one job, what it is now, what happened to it, and how to end it."""
+"""`headrace jobs`: the commands about jobs; one job, what happened to it, and how to end it."""
 
 import asyncio
 from collections.abc import Iterable
@@ -10,20 +10,20 @@ import msgspec
 from rich.text import Text
 
 from headrace.bus.timeline import TimedEvent, timeline
-from headrace.cli.options import connected, with_settings
+from headrace.cli.dead_letters import dead
+from headrace.cli.job_list import list_
+from headrace.cli.options import check_job, connected, tenant_option, with_settings
 from headrace.cli.render import console, duration, safe, table
+from headrace.cli.replay import replay
 from headrace.client import connect
 from headrace.client.control import JobControl
-from headrace.errors import BrokerError, ConfigError, HeadraceError, RequestError
+from headrace.errors import BrokerError, HeadraceError, RequestError
 from headrace.schemas.jobs import JobStatus
 from headrace.schemas.refusals import Refusal
 from headrace.schemas.states import fold
-from headrace.schemas.subjects import is_job_id, is_name
 from headrace.settings import Settings
 
 __all__ = ["jobs"]
-
-_tenant = click.option("--tenant", default="default", show_default=True, metavar="NAME", help="Whose job it is.")
 
 
 class ShownEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -59,12 +59,16 @@ class ShownJob(msgspec.Struct, frozen=True, kw_only=True):
 
 @click.group()
 def jobs() -> None:
-    """Look at one job, or cancel it."""
+    """Look at jobs, cancel one, run one again that was given up."""
+
+
+for _command in (list_, dead, replay):
+    jobs.add_command(_command)
 
 
 @jobs.command()
 @click.argument("job")
-@_tenant
+@tenant_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @with_settings
 def show(settings: Settings, job: str, tenant: str, as_json: bool) -> None:
@@ -72,7 +76,7 @@ def show(settings: Settings, job: str, tenant: str, as_json: bool) -> None:
 
     The log keeps a job for an hour after its deadline. Of a job that ended a while ago only the end may be left.
     """
-    _check(job, tenant)
+    check_job(job, tenant)
     shown = asyncio.run(_show(settings, job, tenant))
     if as_json:
         click.echo(msgspec.json.encode(shown).decode())
@@ -82,11 +86,11 @@ def show(settings: Settings, job: str, tenant: str, as_json: bool) -> None:
 
 @jobs.command()
 @click.argument("job")
-@_tenant
+@tenant_option
 @with_settings
 def cancel(settings: Settings, job: str, tenant: str) -> None:
     """Cancel a job, queued or running. Fails if it had ended in another way before."""
-    _check(job, tenant)
+    check_job(job, tenant)
     status = asyncio.run(_cancel(settings, job, tenant))
     if status.state != "cancelled":
         raise HeadraceError(f"job {job} was not cancelled: it is {status.state} already")
@@ -195,10 +199,3 @@ def _print(shown: ShownJob) -> None:
 
 def _parsed(text: str) -> datetime:
     return datetime.fromisoformat(text)
-
-
-def _check(job: str, tenant: str) -> None:
-    if not is_job_id(job):
-        raise ConfigError(f"JOB is {job[:80]!r}; allowed: 1 to 64 of A-Z a-z 0-9 _ -")
-    if not is_name(tenant):
-        raise ConfigError(f"--tenant is {tenant[:80]!r}; allowed: 1 to 40 of a-z 0-9 -")

@@ -11,10 +11,20 @@ import msgspec
 
 from headrace.bus.connection import Bus, connect
 from headrace.bus.server import discover
-from headrace.errors import BrokerUnavailableError
+from headrace.errors import BrokerUnavailableError, ConfigError
+from headrace.schemas.subjects import is_job_id, is_model_name, is_name
 from headrace.settings import Settings, load
 
-__all__ = ["broker_url", "connected", "group_options", "parse_assignments", "with_settings"]
+__all__ = [
+    "broker_url",
+    "check_job",
+    "connected",
+    "group_options",
+    "model_option",
+    "parse_assignments",
+    "tenant_option",
+    "with_settings",
+]
 
 _ONE_SHOT_RETRY_S: Final = 3.0
 """How long a command that answers at once tries to reach the broker; services try for `retry_for_s`."""
@@ -28,6 +38,12 @@ _OPTIONS: Final = (
     click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Default info."),
 )
 _KEYS: Final = ("nats_url", "prefix", "state_dir", "log_level")
+
+
+tenant_option: Final = click.option(
+    "--tenant", default="default", show_default=True, metavar="NAME", help="Whose job it is."
+)
+"""The tenant of the job that a command is about."""
 
 
 def group_options(function: _F) -> Callable[..., Any]:
@@ -89,6 +105,24 @@ def parse_assignments(ctx: click.Context, param: click.Parameter, values: tuple[
             raise click.BadParameter(f"{text[:60]!r} is not key=value", ctx=ctx, param=param)
         parsed[key.strip().replace("-", "_")] = value
     return parsed
+
+
+def check_job(job: str, tenant: str) -> None:
+    """Raise ConfigError for a job id or a tenant that cannot be."""
+    if not is_job_id(job):
+        raise ConfigError(f"JOB is {job[:80]!r}; allowed: 1 to 64 of A-Z a-z 0-9 _ -")
+    if not is_name(tenant):
+        raise ConfigError(f"--tenant is {tenant[:80]!r}; allowed: 1 to 40 of a-z 0-9 -")
+
+
+def _checked_model(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    if value is not None and not is_model_name(value):
+        raise click.BadParameter("1 to 100 bytes without control characters", ctx=ctx, param=param)
+    return value
+
+
+model_option: Final = click.option("--model", metavar="NAME", callback=_checked_model, help="Only this model's.")
+"""The model that a listing is narrowed to."""
 
 
 def _with_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from headrace.bus.connection import Bus, connect
 from headrace.bus.server import BrokerInfo
@@ -62,16 +63,19 @@ class Player:
 
 
 class _Task(Player):
-    def __init__(self, name: str, link: Link, task: asyncio.Task[None], stop: asyncio.Event) -> None:
+    def __init__(self, name: str, link: Link, run: Callable[[asyncio.Event, list[Bus]], Coroutine[Any, Any, None]]) -> None:
         super().__init__(name, link)
-        self._task = task
-        self._stop = stop
+        self._stop = asyncio.Event()
+        self._buses: list[Bus] = []
+        self._task = asyncio.create_task(run(self._stop, self._buses), name=name)
         self._is_killed = False
 
     async def kill(self) -> None:
         await super().kill()
         self._is_killed = True
         self._task.cancel()
+        for bus in self._buses:  # what it does at its end must reach nobody, nor wait for anybody
+            await bus.nc.close()
 
     def drain(self) -> None:
         super().drain()
@@ -198,13 +202,13 @@ class Stage:
         link = await self._stack.enter_async_context(Link(self._broker.url))
         values = {key: getattr(self._settings, key) for key in self._settings.__struct_fields__}
         settings = Settings(**{**values, **changes})
-        stop = asyncio.Event()
 
-        async def go() -> None:
+        async def go(stop: asyncio.Event, buses: list[Bus]) -> None:
             async with connect(link.url, settings, name=name) as bus:
+                buses.append(bus)
                 await run(bus, stop)
 
-        return self._enter(_Task(name, link, asyncio.create_task(go(), name=name), stop))
+        return self._enter(_Task(name, link, go))
 
     def _enter(self, player: Player) -> Player:
         self._all.append(player)

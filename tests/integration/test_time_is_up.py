@@ -31,7 +31,11 @@ async def test_a_job_no_worker_takes_expires_at_its_queue_timeout(broker_url: st
         with pytest.raises(JobExpiredError) as caught:
             await running.client.complete(model=MODEL, prompt=PROMPT, queue_timeout_s=1)
         assert caught.value.code == "queue_timeout"
-        assert await JobQueue(running.bus, MODEL).counts() == {}
+
+        async def is_removed() -> bool:
+            return await JobQueue(running.bus, MODEL).counts() == {}
+
+        await until(is_removed)
 
 
 async def test_jobs_queued_before_the_monitor_started_expire_too(broker_url: str, prefix: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, Final
 
-__all__ = ["Process", "SimulatedLoop"]
+__all__ = ["Process", "SimulatedLoop", "current_process"]
 
 _STEP_S: Final = 20e-6
 """Virtual time one callback takes."""
@@ -31,6 +31,11 @@ class Process:
 
 
 _PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
+
+
+def current_process() -> Process | None:
+    """The process that is running now; None outside of all."""
+    return _PROCESS.get()
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):

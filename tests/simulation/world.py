@@ -38,7 +38,7 @@ from headrace.worker.engines.base import EngineFacts, EngineUsage, Resume
 from headrace.worker.worker import WorkerOptions, run_worker
 from tests.simulation.broker import Faults, Link, ModelBroker, Stored, Stream
 from tests.simulation.bus import model_bus
-from tests.simulation.loop import Process, SimulatedLoop
+from tests.simulation.loop import Process, SimulatedLoop, current_process
 
 __all__ = ["Action", "Scenario", "Violation", "World", "play"]
 
@@ -100,6 +100,7 @@ class StubEngine:
 
     def __init__(self, world: "World", part: "Part") -> None:
         self._world, self._part = world, part
+        self.part = part
         self._died = asyncio.Event()
         self._hung = asyncio.Event()
         self._hung.set()
@@ -464,7 +465,8 @@ class World:
         self, url: str, settings: Settings, *, handler: Callable[[Disconnect], Awaitable[None]]
     ) -> AsyncIterator[None]:
         """Stands for the system account's notices."""
-        part = next(part for part in self.parts if getattr(handler, "__self__", None) is not None and part.kind == "monitor" and part.process.context.get(_PART) is None)
+        process = current_process()
+        part = next(part for part in self.parts if part.process is process)
         self._listeners.append((part, handler))
         yield
 
@@ -482,11 +484,276 @@ class World:
         if part.is_up and not part.process.is_hung:
             self.broker.note(f"=== {part.name} HANGS")
             part.process.is_hung = True
-            if part.kind == "worker" and part.name in self.check.epochs:
-                self.check.declare_gone(part.name, self.check.epochs[part.name])
 
     def go_on(self, part: Part) -> None:
         """SIGCONT."""
         if part.process.is_hung:
             self.broker.note(f"=== {part.name} GOES ON")
             part.process.is_hung = False
+
+    # the scenario
+
+    async def play(self) -> None:
+        """All actions, then peace, until everything has ended."""
+        scenario, setup = self.scenario, self.loop.add(Process("client"))
+        faults = msgspec.structs.replace(self.faults)
+        self.faults.end()
+        bus = model_bus(self.broker, setup, self.settings, 0)
+        await ensure_provisioned(bus)
+        await ensure_jobs_stream(bus, MODEL)
+        self._client = Client(self, bus)
+        await self._client.start()
+        for kind, number in (("worker", scenario.num_workers), ("router", scenario.num_routers), ("monitor", scenario.num_monitors)):
+            self.parts += [Part(kind, f"{kind[0]}{each}") for each in range(number)]
+        for part in self.parts:
+            self.start(part)
+        await asyncio.sleep(2.5)
+        for field in msgspec.structs.fields(Faults):
+            setattr(self.faults, field.name, getattr(faults, field.name))
+        stuttering = asyncio.ensure_future(self._stutter_for_ever())
+        for action in scenario.actions:
+            await asyncio.sleep(action.after_s)
+            await self._act(action)
+        await asyncio.sleep(self.uniform(0, 3))
+        stuttering.cancel()
+        await self._peace()
+
+    async def _peace(self) -> None:
+        self.broker.note("=== faults stop")
+        self.is_faulty = False
+        self.faults.end()
+        for part in self.parts:
+            self.go_on(part)
+            if part.engine is not None:
+                part.engine.go_on()
+        if not await self._until_settled(_RECOVERY_S):
+            left = self._unsettled()
+            longest = max((request.deadline_s for request in self.requests.values()), default=0)
+            if await self._until_settled(longest + 20):
+                self.check.fail(f"SLOW: only the deadline ended it: {left}")
+            else:
+                self.check.fail(f"NOT LIVE: {self._unsettled()}")
+        self._check_end()
+
+    async def _until_settled(self, seconds: float) -> bool:
+        until = self.now() + seconds
+        while self.now() < until and not self.check.problems:
+            if not self._unsettled():
+                return True
+            await asyncio.sleep(0.25)
+        return not self._unsettled()
+
+    def _unsettled(self) -> list[str]:
+        left = []
+        for job, request in self.requests.items():
+            state = self.check.states.get(job)
+            is_taken = state is not None or {"accepted", "attached"} & set(request.answers)
+            if is_taken and (state is None or not state.is_terminal):
+                left.append(f"{job} is {state.state if state else 'unknown to the log'}")
+        queue = self.broker.streams[Names().jobs_stream(MODEL)]
+        return left + [f"message {each.seq} of {each.headers[subjects.HDR_JOB]}" for each in queue.live.values()]
+
+    def _check_end(self) -> None:
+        for job, request in self.requests.items():
+            state = self.check.states.get(job)
+            answers = set(request.answers)
+            is_answered = len(request.answers) >= request.num_submits
+            if state is not None and is_answered and answers and answers <= {"queue_full", "model_not_found"}:
+                self.check.fail(f"GHOST: {job} was refused ({request.answers}) but its log is {state.state}")
+            is_dead = state is not None and state.last is not None and state.last.is_dead
+            if is_dead != (job in self.check.dead_letters):
+                self.check.fail(f"DEAD LETTER of {job}: {'missing' if is_dead else 'without cause'}")
+
+    async def _act(self, action: Action) -> None:
+        part = self.parts[action.who % len(self.parts)]
+        engines = [part.engine for part in self.parts if part.engine is not None]
+        engine = engines[action.who % len(engines)] if engines else None
+        match action.kind:
+            case "submit":
+                await self._client.submit(f"j{action.who}", hurry=action.much)
+            case "cancel":
+                await self._client.ask("cancel", f"j{action.who}")
+            case "status":
+                await self._client.ask("status", f"j{action.who}")
+            case "kill":
+                self._kill_and_restart(part, action.much)
+            case "hang":
+                self.hang(part)
+                self.loop.call_later(action.much, self.go_on_if, part, part.process)
+            case "drain":
+                if part.is_up and not part.process.is_hung and hasattr(part, "stop"):
+                    self.broker.note(f"=== {part.name} told to stop")
+                    part.stop.set()
+            case "outage":
+                self.faults.outage = "unserved" if action.who % 2 else "silent"
+                self.broker.note(f"=== outage ({self.faults.outage}) for {action.much:.1f} s")
+                self.loop.call_later(action.much, self._end_outage)
+            case "fail" if engine is not None:
+                engine.failing += 1
+            case "busy" if engine is not None:
+                engine.busy += 1
+            case "die" if engine is not None:
+                self.broker.note(f"=== engine of {engine.part.name} dies")
+                self.engine_trouble.add(engine.part.name)
+                engine.die()
+            case "stall" if engine is not None:
+                self.broker.note(f"=== engine of {engine.part.name} hangs")
+                self.engine_trouble.add(engine.part.name)
+                engine.hang()
+
+    def go_on_if(self, part: Part, process: Process) -> None:
+        if part.process is process:
+            self.go_on(part)
+
+    def _end_outage(self) -> None:
+        self.faults.outage = ""
+        self.broker.note("=== outage is over")
+
+    def _kill_and_restart(self, part: Part, after_s: float) -> None:
+        if part.is_up:
+            self.kill(part, loses_half=self.rng.random() < 0.5)
+            self.loop.call_later(after_s, self.start, part)
+
+    async def _stutter_for_ever(self) -> None:
+        while self.scenario.stutters:
+            await asyncio.sleep(self.expovariate(1 / self.scenario.stutters))
+            part = self.rng.choice(self.parts)
+            part.process.paused_until = self.now() + self.uniform(0.02, 1.5)
+
+
+class Client:
+    """Sends requests and notes the answers."""
+
+    def __init__(self, world: World, bus: Bus) -> None:
+        self._world, self._bus = world, bus
+        self._names = bus.names
+        self._jobs: dict[str, str] = {}
+
+    async def start(self) -> None:
+        """Listen for answers."""
+        await self._bus.subscribe("_INBOX.default.>", cb=self._on_answer)
+
+    async def submit(self, job: str, *, hurry: float) -> None:
+        """Send a request, or send it again."""
+        world = self._world
+        request = world.requests.get(job)
+        if request is None:
+            deadline_s = 4.0 if 0.2 < hurry < 0.3 else 600.0
+            queue_timeout_s = 2.0 if 0.1 < hurry < 0.2 else 300.0
+            request = world.requests[job] = _Request(job, hurry < 0.8, queue_timeout_s, deadline_s, [], accepted_at=1e12)
+        request.accepted_at = max(world.now() + 10, request.accepted_at if request.num_submits else 0)
+        request.num_submits += 1
+        number = len(self._jobs)
+        inbox = f"_INBOX.default.answers-{number}"
+        self._jobs[inbox] = job
+        world.broker.note(f"=== submit {job}")
+        body = {"prompt": job, "max_tokens": world.scenario.num_tokens, "stream": request.is_streaming}
+        await self._bus.publish(
+            self._names.infer(TENANT, "completions", MODEL),
+            json.dumps(body).encode(),
+            reply=inbox,
+            headers={
+                subjects.HDR_ID: job,
+                subjects.HDR_DEADLINE: str(request.deadline_s),
+                subjects.HDR_QUEUE_TIMEOUT: str(request.queue_timeout_s),
+            },
+        )
+
+    async def ask(self, what: str, job: str) -> None:
+        """Cancel a job or ask for its status."""
+        self._world.broker.note(f"=== {what} {job}")
+        subject = self._names.cancel(TENANT, job) if what == "cancel" else self._names.status(TENANT, job)
+        await self._bus.publish(subject, b"", reply="_INBOX.default.control")
+
+    async def _on_answer(self, message: Msg) -> None:
+        job = self._jobs.get(message.subject)
+        headers = message.headers or {}
+        if job is None:
+            return
+        if headers.get(subjects.HDR_EVENT) == "accepted":
+            answer = "attached" if subjects.HDR_ATTACHED in headers else "accepted"
+        elif headers.get(subjects.HDR_EVENT) == "error":
+            answer = json.loads(message.data)["error"]["code"]
+        else:
+            return
+        self._world.broker.note(f"answer to {job}: {answer}")
+        self._world.requests[job].answers.append(answer)
+
+
+class _Errors(logging.Handler):
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.ERROR)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info is not None and not self._world.is_over:
+            self._world.check.fail(f"UNEXPECTED: {record.getMessage()}: {record.exc_info[1]!r}")
+
+
+@contextlib.contextmanager
+def _virtual(world: World) -> Iterator[None]:
+    log = logging.getLogger("headrace")
+    handler, was = _Errors(world), (log.level, log.propagate)
+    log.addHandler(handler)
+    log.setLevel(logging.ERROR)
+    log.propagate = False
+    ids = random.Random(world.scenario.seed)
+    had_gc = gc.isenabled()
+    gc.disable()  # finalizers would run at moments that no seed decides
+    try:
+        with (
+            patch.object(time, "monotonic", world.loop.time),
+            patch.object(time, "time", world.loop.time),
+            patch.object(uuid, "uuid4", lambda: uuid.UUID(int=ids.getrandbits(128))),
+            patch("headrace.worker.worker.read_host_memory", lambda: None),
+            patch("headrace.monitor.guard.disconnects", world.disconnects),
+        ):
+            yield
+    finally:
+        if had_gc:
+            gc.enable()
+        log.removeHandler(handler)
+        log.setLevel(was[0])
+        log.propagate = was[1]
+
+
+def play(scenario: Scenario) -> World:
+    """Run a scenario to its end; what went wrong is in `check.problems` of what it returns."""
+    world = World(scenario)
+    loop = world.loop
+    with _virtual(world):
+        try:
+            loop.set_exception_handler(lambda _, context: _on_loop_error(world, context))
+            loop.run_until_complete(world.play())
+        except Violation:
+            pass
+        finally:
+            world.is_over = True
+            _clean_up(world)
+    return world
+
+
+def _on_loop_error(world: World, context: dict[str, Any]) -> None:
+    error = context.get("exception")
+    if not world.is_over and not isinstance(error, BrokerError | asyncio.CancelledError):
+        world.check.fail(f"LOOP: {context.get('message')}: {error!r}")
+
+
+def _clean_up(world: World) -> None:
+    """End all tasks, those of the dead too, with nothing reaching the broker."""
+    loop = world.loop
+    for part in world.parts:
+        world.broker.disconnect(part.link, loses_half=True)
+    for process in loop.processes:
+        process.is_dead = process.is_hung = False
+        process.paused_until = 0.0
+    world.broker.publish = lambda *_: None  # type: ignore[method-assign]
+    for _ in range(20):
+        tasks = [task for task in asyncio.all_tasks(loop) if not task.done()]
+        if not tasks:
+            break
+        for task in sorted(tasks, key=hash):
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(tasks, timeout=20))
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()

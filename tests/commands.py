@@ -1,0 +1,31 @@
+"""The command line, run in this process beside a deployment."""
+
+import asyncio
+import json
+import os
+from typing import Any
+
+from click.testing import CliRunner, Result
+
+from headrace.cli.app import command
+
+__all__ = ["Headrace"]
+
+
+class Headrace:
+    """Runs `headrace …` against one deployment, with no other setting from outside."""
+
+    def __init__(self, url: str, prefix: str) -> None:
+        self._env: dict[str, str | None] = {name: None for name in os.environ if name.startswith("HEADRACE_")}
+        self._env |= {"HEADRACE_NATS_URL": url, "HEADRACE_PREFIX": prefix, "HEADRACE_GRACE_S": "5"}
+
+    async def run(self, *argv: str, code: int = 0) -> Result:
+        """Run a command, which must end with `code`; its loop is one of a thread of its own."""
+        result = await asyncio.to_thread(CliRunner().invoke, command, argv, env=self._env)
+        assert result.exit_code == code, (result.output, result.exception)
+        assert "Traceback" not in result.output
+        return result
+
+    async def json(self, *argv: str) -> Any:
+        """What a command prints as JSON."""
+        return json.loads((await self.run(*argv, "--json")).stdout)
