@@ -57,16 +57,25 @@ class Ingress:
     async def handle(self, incoming: IncomingRequest) -> None:
         """Take one request in, or refuse it; answers exactly once on the request's own inbox."""
         with step_span(Step.ADMIT, parent=telemetry.extract(incoming.headers)) as span:
-            try:
-                refusal = await self._handle(incoming, span)
-            except BrokerError as error:
-                log.warning("a request could not be taken in: %s", error)
-                refusal = Refusal(code="internal", message="the broker did not answer; send the request again")
+            refusal = await self._handle_until_clear(incoming, span)
             if refusal is not None:
                 span.fail(refusal.code)
                 await refuse(self._bus, incoming, refusal)
 
-    async def _handle(self, incoming: IncomingRequest, span: Span) -> Refusal | None:
+    async def _handle_until_clear(self, incoming: IncomingRequest, span: Span) -> Refusal | None:
+        """Try through a broker's restart; always under one id, so a try whose outcome was unclear is not doubled."""
+        made_up = JobId(uuid.uuid4().hex)
+        retries = Backoff(first_s=_RETRY_FIRST_S, max_s=_RETRY_MAX_S, for_s=self._settings.retry_for_s)
+        while True:
+            try:
+                return await self._handle(incoming, made_up, span)
+            except BrokerError as error:
+                if retries.is_over:
+                    log.warning("a request could not be taken in: %s", error)
+                    return Refusal(code="internal", message="the broker did not answer; send the request again")
+            await retries.pause()
+
+    async def _handle(self, incoming: IncomingRequest, made_up: JobId, span: Span) -> Refusal | None:
         if not incoming.reply and subjects.HDR_ID not in incoming.headers:
             log.info("a request without a reply inbox and without an id was dropped: nobody could read its answer")
             span.fail("invalid_value")
@@ -102,7 +111,7 @@ class Ingress:
             return need
         job = Job(
             tenant=wish.tenant,
-            job=JobId(wish.job or uuid.uuid4().hex),
+            job=JobId(wish.job) if wish.job is not None else made_up,
             op=wish.op,
             model=wish.model,
             body=incoming.data,
