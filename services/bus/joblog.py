@@ -24,6 +24,8 @@ from headrace.schemas.states import JobState, fold
 
 __all__ = ["JobLog", "event_of_delivery", "event_of_republish"]
 
+DELIVERY_PREFIX: Final = "reply_"
+"""Begins the name of each consumer that delivers a job to an inbox."""
 _DELIVERY_IDLE_S: Final = 10
 _NANOSECONDS: Final = 1_000_000_000
 
@@ -118,7 +120,7 @@ class JobLog:
         It ends when nobody has listened there for a while, or by `stop_delivery`.
         """
         subject = self._names.log(tenant, job)
-        name = f"reply_{self._bus.nc._nuid.next().decode()}"
+        name = f"{DELIVERY_PREFIX}{self._bus.nc._nuid.next().decode()}"
         config: dict[str, Any] = {
             "name": name,
             "deliver_subject": inbox,

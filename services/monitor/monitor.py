@@ -19,6 +19,7 @@ from headrace.monitor.changes import Change, changes_between, live_beats
 from headrace.monitor.deadlines import Deadlines
 from headrace.monitor.guard import Guard
 from headrace.monitor.lost import LostWorkers
+from headrace.monitor.orphans import remove_orphans_for_ever
 from headrace.schemas.refusals import Refusal
 from headrace.schemas.workers import Heartbeat
 
@@ -69,7 +70,10 @@ async def _guarding(bus: Bus, view: WorkersView) -> AsyncIterator[None]:
     """Evict and hand over inside this context."""
     guard = Guard(bus, view)
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(guard.run(), name="guard")]
+        tasks = [
+            group.create_task(guard.run(), name="guard"),
+            group.create_task(remove_orphans_for_ever(bus), name="orphaned deliveries"),
+        ]
         if bus.settings.nats_system_url is not None:
             tasks.append(group.create_task(guard.listen(bus.settings.nats_system_url), name="disconnect notices"))
         try:
