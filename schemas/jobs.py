@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -114,7 +114,7 @@ class CancelRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of the status endpoint, and of a cancel request."""
+    """Answer of the status endpoint, and of a cancel request. `error` is the body of `failed` or `expired`."""
 
     job: str
     state: str
@@ -123,4 +123,4 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     worker: str | None = None
     position: int | None = None
     eta_s: float | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None

@@ -22,7 +22,7 @@ from headrace.schemas import subjects
 from headrace.schemas.events import Event, decode
 from headrace.schemas.states import JobState, fold
 
-__all__ = ["JobLog", "event_of_delivery", "event_of_republish"]
+__all__ = ["JobDelivery", "JobLog", "event_of_delivery", "event_of_republish"]
 
 DELIVERY_PREFIX: Final = "reply_"
 """Begins the name of each consumer that delivers a job to an inbox."""
@@ -46,7 +46,16 @@ class _Delivered(msgspec.Struct, frozen=True):
 
 class _ConsumerCreated(msgspec.Struct, frozen=True):
     num_pending: int = 0
+    push_bound: bool = False
     delivered: _Delivered = _Delivered()
+
+
+class JobDelivery(msgspec.Struct, frozen=True, kw_only=True):
+    """A consumer that sends a job's events to an inbox; `num_stored` were there when it was made."""
+
+    name: str
+    num_stored: int
+    is_bound: bool
 
 
 class JobLog:
@@ -113,11 +122,11 @@ class JobLog:
             return fold([last])
         return fold(await self.read(tenant, job))
 
-    async def deliver(self, tenant: str, job: str, inbox: str, *, from_sequence: int = 1) -> tuple[str, int]:
-        """Have the broker send a job's events, past and coming, to an inbox; returns the consumer's name and how many
-        events were there already.
+    async def deliver(self, tenant: str, job: str, inbox: str, *, from_sequence: int = 1) -> JobDelivery:
+        """Have the broker send a job's events, past and coming, to an inbox.
 
-        It ends when nobody has listened there for a while, or by `stop_delivery`.
+        It ends when nobody has listened there for a while, or by `stop_delivery`. The broker sends only to an inbox
+        that is subscribed to by its own name; a subscription with wildcards is not interest enough (`is_bound`).
         """
         subject = self._names.log(tenant, job)
         name = f"{DELIVERY_PREFIX}{self._bus.nc._nuid.next().decode()}"
@@ -142,7 +151,8 @@ class JobLog:
         except ApiRefused as refused:
             raise BrokerUnavailableError(f"cannot deliver job {job}: {refused}") from None
         created = msgspec.json.decode(data, type=_ConsumerCreated)
-        return name, created.num_pending + created.delivered.consumer_seq
+        number = created.num_pending + created.delivered.consumer_seq
+        return JobDelivery(name=name, num_stored=number, is_bound=created.push_bound)
 
     async def read_delivered(self, tenant: str, job: str, *, from_sequence: int = 1) -> list[Event]:
         """Like `read`, by a short-lived consumer, which a client can be permitted for its own tenant alone."""
@@ -150,9 +160,9 @@ class JobLog:
         subscription = await self._bus.subscribe(inbox)
         timeout_s = self._bus.settings.request_timeout_s
         try:
-            name, number = await self.deliver(tenant, job, inbox, from_sequence=from_sequence)
+            delivery = await self.deliver(tenant, job, inbox, from_sequence=from_sequence)
             events: list[Event] = []
-            for _ in range(number):
+            for _ in range(delivery.num_stored):
                 message = await self._bus.next_message(subscription, timeout_s)
                 if message is None:
                     raise BrokerUnavailableError(f"the log of job {job} was not sent within {timeout_s:g} s")
@@ -161,7 +171,7 @@ class JobLog:
                     events.append(event)
         finally:
             await subscription.unsubscribe()
-        await self.stop_delivery(job, name)
+        await self.stop_delivery(job, delivery.name)
         return events
 
     async def stop_delivery(self, job: str, name: str) -> None:

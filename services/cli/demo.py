@@ -1,4 +1,4 @@
-"""`headrace demo`: all parts, a real model, two questions, and gone again."""
+"""`headrace demo`: all parts, a real model, two questions, a worker killed in the middle of a third, and gone again."""
 
 import asyncio
 import os
@@ -21,7 +21,8 @@ from headrace.cli.render import console, is_terminal, safe
 from headrace.cli.serve import DEFAULT_MODEL
 from headrace.cli.serving import run_until
 from headrace.cli.stack import Plan, Stack, running_stack
-from headrace.client import Started, StreamEvent, connect
+from headrace.cli.takeover import Watched
+from headrace.client import Client, Delta, JobStream, Started, StreamEvent, connect
 from headrace.logs import configure_logging
 from headrace.settings import Settings
 
@@ -29,19 +30,30 @@ __all__ = ["demo"]
 
 _QUESTIONS: Final = (
     "Name the three primary colors.",
-    "What is a turbine?",
+    "What is photosynthesis?",
 )
-_MAX_TOKENS: Final = 100
+_LONG_QUESTION: Final = "Describe the water cycle."
+"""The model's answer to it has some 130 tokens."""
+
+_KILL_AFTER: Final = 30
+"""Tokens of the long answer that the worker lives to send."""
+
+_MAX_TOKENS: Final = 160
+_TAKEOVER_MARK: Final = "‖"
+_STYLES: Final = ("cyan", "green", "magenta")
+"""Of an answer's text, by attempt."""
+
 _NUM_KEPT_LINES: Final = 30
 
 
 @click.command()
 @with_settings
 def demo(settings: Settings) -> None:
-    """See it work: start every part here, ask a real model two questions, stop again.
+    """See it work: start every part here, ask a real model, kill the worker in mid-answer, stop again.
 
-    Uses a broker, a port and a state directory of its own, so it disturbs nothing that runs, and leaves nothing behind.
-    The model is SmolLM2-135M on the CPU: it answers fast, not wisely.
+    The answer goes on with another worker after the last token, and the time that takes is shown. Everything has a
+    broker, a port and a state directory of its own, so it disturbs nothing that runs, and leaves nothing behind. The
+    model is SmolLM2-135M on the CPU: it answers fast, not wisely.
     """
     configure_logging("demo", "error", json=False)
     with tempfile.TemporaryDirectory(prefix="headrace-demo-") as state_dir:
@@ -69,21 +81,40 @@ async def _demo(settings: Settings, show: "_Show", stop: asyncio.Event, started:
                         return
                     answer = Answer(sent_at=time.monotonic())
                     show.question(question)
-                    stream = client.stream(
-                        model=plan.model,
-                        messages=[{"role": "user", "content": question}],
-                        max_tokens=_MAX_TOKENS,
-                        temperature=0,
-                    )
-                    async with stream:
+                    async with _ask(client, question) as stream:
                         await follow(aiter(stream), answer, on_text=show.text, on_event=show.event)
                     show.answered(answer)
+                stack.add_worker()
+                show.second_worker()
+                if not await stack.wait_ready(stop, num_workers=2):
+                    return
+                show.end_progress()
+                await _kill_in_mid_answer(stack, client, show)
     except Exception:
         show.failed()
         raise
     finally:
         show.end_progress()
     show.next_steps(time.monotonic() - began)
+
+
+def _ask(client: Client, question: str) -> JobStream:
+    messages = [{"role": "user", "content": question}]
+    return client.stream(model=DEFAULT_MODEL, messages=messages, max_tokens=_MAX_TOKENS, temperature=0)
+
+
+async def _kill_in_mid_answer(stack: Stack, client: Client, show: "_Show") -> None:
+    watched = Watched(threshold=_KILL_AFTER)
+    killed_at = 0.0
+    show.question(_LONG_QUESTION)
+    async with _ask(client, _LONG_QUESTION) as stream, asyncio.TaskGroup() as group:
+        group.create_task(watched.read(aiter(stream), on_event=show.event_of_killed))
+        await watched.reached.wait()
+        if watched.done is None and watched.starts:
+            victim = await stack.child_of(watched.starts[-1].worker)
+            killed_at = time.monotonic()
+            victim.kill()
+    show.taken_over(watched, killed_at)
 
 
 class _Show:
@@ -95,6 +126,7 @@ class _Show:
         self._status: Status | None = None
         self._kept: deque[str] = deque(maxlen=_NUM_KEPT_LINES)
         self._is_raw = not is_terminal(sys.stdout)
+        self._attempt_style = _STYLES[0]
 
     def title(self) -> None:
         self._line("Headrace demo: a real language model, asked through a durable queue.", style="bold")
@@ -128,6 +160,43 @@ class _Show:
 
     def text(self, text: str) -> None:
         click.echo(text if self._is_raw else safe(text, keep="\n\t"), nl=False)
+
+    def event_of_killed(self, event: StreamEvent) -> None:
+        """Like `event` and `text`, each attempt in its own colour, and a mark where one begins in mid-answer."""
+        if isinstance(event, Started):
+            self._attempt_style = _STYLES[(event.attempt - 1) % len(_STYLES)]
+            if event.attempt == 1:
+                self.event(event)
+            else:
+                self._out.print(Text(_TAKEOVER_MARK, style="bold red"), end="")
+        elif isinstance(event, Delta):
+            if self._is_raw:
+                click.echo(event.text, nl=False)
+            else:
+                self._out.print(Text(safe(event.text, keep="\n\t"), style=self._attempt_style), end="", soft_wrap=True)
+
+    def second_worker(self) -> None:
+        self._line("")
+        self._line(
+            "Now a second worker starts. Whichever takes the next question is killed in mid-answer.", style="bold"
+        )
+        self.step("starting a second worker")
+
+    def taken_over(self, watched: Watched, killed_at: float) -> None:
+        click.echo("")
+        takeover = next((start for start in watched.starts if start.attempt > 1), None)
+        if takeover is None or takeover.gap_s is None:
+            self._line("       the answer was complete before the worker was gone", style="dim")
+            return
+        before = watched.starts[0]
+        for line in (
+            f"{_TAKEOVER_MARK}      worker {before.worker} got SIGKILL; after token {takeover.num_tokens} worker "
+            f"{takeover.worker} went on, as attempt {takeover.attempt}",
+            f"       from the kill to `started` {1000 * (takeover.at - killed_at):.0f} ms · "
+            f"from the last token before to the first after {1000 * takeover.gap_s:.0f} ms",
+            f"       {watched.num_tokens} tokens, each once and in order",
+        ):
+            self._line(line, style="dim")
 
     def answered(self, answer: Answer) -> None:
         click.echo("")

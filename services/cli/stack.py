@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from headrace.bus.connection import Bus, connect
-from headrace.bus.heartbeats import WorkersView
+from headrace.bus.heartbeats import WorkersBucket, WorkersView
 from headrace.bus.provision import ensure_provisioned
 from headrace.bus.server import BrokerInfo
 from headrace.cli.broker import SupervisedBroker
@@ -27,6 +27,7 @@ __all__ = ["Plan", "Stack", "running_stack"]
 _LOOK_S: Final = 0.05
 _READY_WITHIN_S: Final = 180.0
 _STOP_TIMEOUT_S: Final = 8.0
+_SYSTEM_URL: Final = "HEADRACE_NATS_SYSTEM_URL"
 _STOP_MARGIN_S: Final = 5.0
 """What a worker gets beyond its grace period to hand back and leave."""
 
@@ -35,13 +36,17 @@ _COMMAND: Final = (sys.executable, "-P", "-m", "headrace.cli")
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to start: workers of one model on one engine. `options` are the engine's."""
+    """What to start: workers of one model on one engine. `options` are the engine's.
+
+    `has_notices`: whether the monitor gets the embedded broker's system account, and with it disconnect notices.
+    """
 
     model: str
     engine: str
     num_workers: int = 1
     max_concurrency: int | None = None
     options: dict[str, str] = {}
+    has_notices: bool = True
 
     def worker_argv(self, worker_id: str | None) -> list[str]:
         """Arguments of `headrace` that start one of the workers."""
@@ -58,29 +63,46 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 class Stack:
     """The running parts. `bus` is a connection of this process; the parts have their own.
 
-    A part that ends is started again once `wait_ready` has returned True.
+    A part that ends is started again once `wait_ready` has returned True. `add_worker` starts one more.
     """
 
-    def __init__(self, bus: Bus, url: str, plan: Plan, services: list[Supervised], workers: list[Supervised]) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        url: str,
+        plan: Plan,
+        services: list[Supervised],
+        workers: list[Supervised],
+        add_worker: Callable[[], Supervised],
+    ) -> None:
         self.bus = bus
         self.url = url
         self.plan = plan
         self.services = services
         self.workers = workers
+        self.add_worker = add_worker
 
-    async def wait_ready(self, stop: asyncio.Event, *, within_s: float = _READY_WITHIN_S) -> bool:
-        """Return once a request would be answered: True, or False if `stop` was set first.
+    async def wait_ready(self, stop: asyncio.Event, *, num_workers: int = 1, within_s: float = _READY_WITHIN_S) -> bool:
+        """Return once a request would be answered, and so many workers are there: True, or False if `stop` came first.
 
         Raises what kept a part from starting: HeadraceError with its last words, EngineStartError of a failed engine.
         """
         try:
             async with asyncio.timeout(within_s):
-                is_ready = await self._until_routed(stop) and await self._until_served(stop)
+                is_ready = await self._until_routed(stop) and await self._until_served(stop, num_workers)
         except TimeoutError:
             raise HeadraceError(f"nothing was ready to answer within {within_s:g} s; see the log lines above") from None
         for child in (*self.services, *self.workers):
             child.is_proven = is_ready
         return is_ready
+
+    async def child_of(self, worker: str) -> Supervised:
+        """The process of a worker by its id. Raises HeadraceError where it is none of ours, or gone."""
+        seen = await WorkersBucket(self.bus).get(worker)
+        for child in self.workers:
+            if seen is not None and seen.beat is not None and child.pid == seen.beat.pid:
+                return child
+        raise HeadraceError(f"worker {worker} is none of the processes that run here")
 
     async def _until_routed(self, stop: asyncio.Event) -> bool:
         subject = self.bus.names.status(DEFAULT_TENANT, "ready")
@@ -92,26 +114,29 @@ class Stack:
             await wait_first(stop, *self._ends(), timeout_s=_LOOK_S)
         return False
 
-    async def _until_served(self, stop: asyncio.Event) -> bool:
+    async def _until_served(self, stop: asyncio.Event, num_workers: int) -> bool:
         view = WorkersView(self.bus)
         async with view.running():
             while not stop.is_set():
                 self._raise_if_ended()
                 view.changed.clear()
-                pids = {worker.pid for worker in self.workers}
-                for beat in view.beats.values():
-                    if beat.pid in pids and beat.state in ("Ready", "Busy"):
-                        return True
-                    if beat.pid in pids and beat.state == "Failed":
-                        raise EngineStartError(beat.reason or "the engine failed")
+                pids = {worker.pid for worker in self.workers if not worker.stop.is_set()}
+                ours = [beat for beat in view.beats.values() if beat.pid in pids]
+                if sum(beat.state in ("Ready", "Busy") for beat in ours) >= num_workers:
+                    return True
+                if failed := next((beat for beat in ours if beat.state == "Failed"), None):
+                    raise EngineStartError(failed.reason or "the engine failed")
                 await wait_first(stop, view.changed, *self._ends(), timeout_s=1.0)
         return False
 
+    def _starting(self) -> list[Supervised]:
+        return [child for child in (*self.services, *self.workers) if not child.is_proven]
+
     def _ends(self) -> list[asyncio.Event]:
-        return [child.first_end for child in (*self.services, *self.workers)]
+        return [child.first_end for child in self._starting()]
 
     def _raise_if_ended(self) -> None:
-        for child in (*self.services, *self.workers):
+        for child in self._starting():
             if child.first_end.is_set():
                 words = child.last_words.removeprefix("headrace: ") or f"it ended with exit code {child.exit_code}"
                 kind = ConfigError if child.exit_code == 2 else HeadraceError
@@ -142,26 +167,36 @@ async def running_stack(
         env = _environment(settings, url)
         services = [
             _service("router", env, on_line),
-            _service("monitor", env | ({"HEADRACE_NATS_SYSTEM_URL": info.system_url} if info else {}), on_line),
+            _service("monitor", _with_notices(env, info, plan), on_line),
         ]
         for service in reversed(services):  # so that the router stops first
             await stack.enter_async_context(_kept([service]))
         on_step(f"starting {plan.num_workers} worker(s) with engine {plan.engine}")
         workers = [_worker(number, settings, plan, env, on_line) for number in range(1, plan.num_workers + 1)]
-        await stack.enter_async_context(_kept(workers))
+        group = await stack.enter_async_context(_kept(workers))
+
+        def add_worker() -> Supervised:
+            worker = _worker(len(workers) + 1, settings, plan, env, on_line)
+            workers.append(worker)
+            group.create_task(worker.run(), name=worker.name)
+            return worker
+
         on_step(f"waiting for {plan.model}")
-        yield Stack(bus, url, plan, services, workers)
+        yield Stack(bus, url, plan, services, workers, add_worker)
         on_step("stopping")
 
 
 @contextlib.asynccontextmanager
-async def _kept(children: list[Supervised]) -> AsyncIterator[None]:
-    """Keep children running inside the block; stopped together, all of them ended after it."""
+async def _kept(children: list[Supervised]) -> AsyncIterator[asyncio.TaskGroup]:
+    """Keep children running inside the block; stopped together, all of them ended after it.
+
+    Who adds a child to the list inside the block runs it in the group.
+    """
     async with asyncio.TaskGroup() as group:
         for child in children:
             group.create_task(child.run(), name=child.name)
         try:
-            yield
+            yield group
         finally:
             for child in children:
                 child.stop.set()
@@ -175,6 +210,14 @@ def _environment(settings: Settings, url: str) -> dict[str, str]:
         "HEADRACE_LOG_LEVEL": settings.log_level,
     }
     return {**os.environ, **ours}
+
+
+def _with_notices(env: Mapping[str, str], info: BrokerInfo | None, plan: Plan) -> dict[str, str]:
+    """A monitor's environment: with the embedded broker's system account, or without any; as it is with any other."""
+    if info is None:
+        return dict(env)
+    given = {_SYSTEM_URL: info.system_url} if plan.has_notices else {}
+    return {name: value for name, value in env.items() if name != _SYSTEM_URL} | given
 
 
 def _service(name: str, env: Mapping[str, str], on_line: Callable[[str, str], None]) -> Supervised:
@@ -192,9 +235,10 @@ def _worker(
     number: int, settings: Settings, plan: Plan, env: Mapping[str, str], on_line: Callable[[str, str], None]
 ) -> Supervised:
     worker_id = settings.worker_id
-    if worker_id is not None and plan.num_workers > 1:
+    is_only = number == plan.num_workers == 1
+    if worker_id is not None and not is_only:
         worker_id = f"{worker_id}-{number}"
-    name = "worker" if plan.num_workers == 1 else f"worker-{number}"
+    name = "worker" if is_only else f"worker-{number}"
     return Supervised(
         name,
         [*_COMMAND, *plan.worker_argv(worker_id)],

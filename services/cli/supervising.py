@@ -53,6 +53,16 @@ class Supervised:
         """Process id of the child that runs now."""
         return self._child.pid if self._child is not None else None
 
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send the child a signal; nothing if none runs now."""
+        if self._child is not None:
+            self._child.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill the child, and start it no more."""
+        self.send_signal(signal.SIGKILL)
+        self.stop.set()
+
     async def run(self) -> None:
         """Keep it running until `stop` is set, then stop it; no child is left when this returns or raises."""
         pause_s = _FIRST_PAUSE_S

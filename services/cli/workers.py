@@ -1,20 +1,19 @@
 """`headrace drain` and `headrace evict`: taking one worker out, in good order or at once."""
 
 import asyncio
-import sys
 import time
-from typing import Final, Self
+from typing import Final
 
 import click
 import msgspec
-from rich.status import Status
 from rich.text import Text
 
-from headrace.bus.connection import Bus
+from headrace.bus.connection import Bus, Stored
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.bus.overview import list_models
 from headrace.cli.options import connected, with_settings
-from headrace.cli.render import console, is_terminal, safe, table
+from headrace.cli.progress import Progress
+from headrace.cli.render import console, table
 from headrace.errors import ConfigError, HeadraceError
 from headrace.logs import configure_logging
 from headrace.monitor.eviction import Evictor
@@ -30,6 +29,8 @@ _MARGIN_S: Final = 15.0
 """What draining may take beyond the grace period: handing back, and the engine's end."""
 
 _MAX_TRIES: Final = 20
+_TOMBSTONE_TTL_S: Final = 3600.0
+_BEATS_TO_COME_BACK: Final = 1.5
 _MAX_REASON_CHARS: Final = 200
 
 
@@ -92,7 +93,7 @@ async def _drain(settings: Settings, worker: str, timeout_s: float) -> None:
         last = beat
         nudge = msgspec.json.encode(WorkerNudge(kind="drain"))
         bucket, until, nudged_at = WorkersBucket(bus), time.monotonic() + timeout_s, -float("inf")
-        with _Progress() as progress:
+        with Progress() as progress:
             while True:
                 now = time.monotonic()
                 if last.state != "Draining" and now - nudged_at >= _NUDGE_EVERY_S:  # a nudge may be lost
@@ -117,22 +118,31 @@ async def _evict(settings: Settings, worker: str, reason: str) -> Evicted:
     async with connected(settings) as bus:
         await _living(bus, worker)
         bucket, evictor = WorkersBucket(bus), Evictor(bus)
-        for _ in range(_MAX_TRIES):  # it may beat between our look and our word
-            seen = await bucket.get(worker)
-            if seen is None or seen.beat is None or seen.beat.is_tombstone:
-                raise HeadraceError(f"worker {worker} is gone: it left, died, or was evicted by somebody else just now")
-            if await evictor.evict(seen, seen.beat, reason=reason):
-                break
-        else:
-            raise HeadraceError(f"worker {worker} is not evicted: its key changed {_MAX_TRIES} times meanwhile")
-        is_back = await _comes_back(bucket, seen.beat, within_s=3 * seen.beat.interval_s)
+        last = await _declare_dead(bucket, worker, reason)
+        await bus.publish(bus.names.ctl(worker), msgspec.json.encode(WorkerNudge(kind="evicted")))
+        # One that lives must let go first: woken for what it still lists, it would fetch it and take no notice.
+        is_back = await _comes_back(bucket, last, within_s=_BEATS_TO_COME_BACK * last.interval_s)
+        await evictor.hand_over(last)
     return Evicted(
         worker=worker,
-        epoch=seen.beat.epoch,
-        held=seen.beat.held,
+        epoch=last.epoch,
+        held=last.held,
         num_handed_back=evictor.num_handed_back,
         is_back=is_back,
     )
+
+
+async def _declare_dead(bucket: WorkersBucket, worker: str, reason: str) -> Heartbeat:
+    """Write the tombstone over its last beat, which is returned. Raises HeadraceError where it is gone already."""
+    for _ in range(_MAX_TRIES):  # it may beat between our look and our word
+        seen = await bucket.get(worker)
+        if seen is None or seen.beat is None or seen.beat.is_tombstone:
+            raise HeadraceError(f"worker {worker} is gone: it left, died, or was evicted by somebody else just now")
+        tombstone = msgspec.structs.replace(seen.beat, is_tombstone=True, reason=reason)
+        result = await bucket.put(tombstone, expected_revision=seen.revision, ttl_s=_TOMBSTONE_TTL_S)
+        if isinstance(result, Stored):
+            return seen.beat
+    raise HeadraceError(f"worker {worker} is not evicted: the broker refused {_MAX_TRIES} times")
 
 
 async def _living(bus: Bus, worker: str) -> Heartbeat:
@@ -153,34 +163,6 @@ async def _comes_back(bucket: WorkersBucket, before: Heartbeat, *, within_s: flo
             return True
         await asyncio.sleep(_LOOK_S)
     return False
-
-
-class _Progress:
-    """What is going on, on stderr: a spinner on a terminal, else a line for each change."""
-
-    def __init__(self) -> None:
-        self._err = console(stderr=True)
-        self._status: Status | None = self._err.status("") if is_terminal(sys.stderr) else None
-        self._said = ""
-
-    def __enter__(self) -> Self:
-        if self._status is not None:
-            self._status.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-    def say(self, text: str) -> None:
-        """Something new, unless it is what was said last."""
-        if text == self._said:
-            return
-        self._said = text
-        if self._status is not None:
-            self._status.update(Text(safe(text)))
-        else:
-            self._err.print(Text(safe(text)), soft_wrap=True)
 
 
 def _print(evicted: Evicted) -> None:

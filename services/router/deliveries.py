@@ -6,7 +6,7 @@ import time
 from typing import Final
 
 from headrace.bus.connection import Bus, Message
-from headrace.bus.joblog import JobLog
+from headrace.bus.joblog import JobDelivery, JobLog, event_of_delivery
 from headrace.errors import BrokerError
 from headrace.schemas.subjects import is_job_id, is_name
 
@@ -21,7 +21,7 @@ _TICK_S: Final = 0.5
 
 
 class Deliveries:
-    """One ephemeral consumer per waiting inbox; nothing passes through the router.
+    """One ephemeral consumer per waiting inbox; nothing passes through the router where the broker can deliver.
 
     It remembers what it made only to remove it early. A router that dies leaves consumers that end when their clients
     go; with more than `_MAX_KEPT` at once the oldest are left to that too.
@@ -34,15 +34,34 @@ class Deliveries:
         self._ended: list[tuple[float, tuple[str, str]]] = []
 
     async def add(self, tenant: str, job: str, inbox: str) -> None:
-        """Send the job's events, from the first, to an inbox."""
-        name, _ = await self._log.deliver(tenant, job, inbox)
+        """Send the job's events, from the first, to an inbox.
+
+        An inbox that is subscribed to only through a wildcard gets nothing from the broker's own delivery, so its
+        events are forwarded, by this router and for as long as it lives.
+        """
+        delivery = await self._log.deliver(tenant, job, inbox)
+        if not delivery.is_bound:
+            await self._log.stop_delivery(job, delivery.name)
+            delivery = await self._forwarded(tenant, job, inbox)
         key = (tenant, job)
-        self._kept.setdefault(key, []).append(name)
+        self._kept.setdefault(key, []).append(delivery.name)
         if len(self._kept) > _MAX_KEPT:
             self._kept.pop(next(iter(self._kept)))
         last = await self._log.last(tenant, job)
         if last is not None and last.is_terminal:  # its end may have been announced before we listened for it
             self._note_end(key)
+
+    async def _forwarded(self, tenant: str, job: str, inbox: str) -> JobDelivery:
+        own = self._bus.new_inbox()
+
+        async def forward(message: Message) -> None:
+            await self._bus.publish(inbox, message.data, headers=message.headers)
+            event = event_of_delivery(message)
+            if event is not None and event.is_terminal:
+                await subscription.unsubscribe()
+
+        subscription = await self._bus.subscribe(own, cb=forward)
+        return await self._log.deliver(tenant, job, own)
 
     async def run(self) -> None:
         """Remove deliveries of jobs that ended, until cancelled."""

@@ -165,14 +165,14 @@ async def test_delivery_sends_what_was_and_what_comes(bus: Bus) -> None:
     inbox = bus.new_inbox()
     subscription = await bus.subscribe(inbox)
     sequences = await write(log, accepted(), started(), delta(0))
-    name, number = await log.deliver("default", "j", inbox)
-    assert number == 3
+    delivery = await log.deliver("default", "j", inbox)
+    assert (delivery.num_stored, delivery.is_bound) == (3, True)
     await put(log, done(1), sequences[-1])
     await write(log, started("k"))
     got = await next_events(subscription, 4, of=event_of_delivery)
     assert got == await log.read("default", "j")
-    await log.stop_delivery("j", name)
-    await log.stop_delivery("j", name)  # gone already: fine
+    await log.stop_delivery("j", delivery.name)
+    await log.stop_delivery("j", delivery.name)  # gone already: fine
     assert subscription.pending_msgs == 0
 
 
@@ -181,8 +181,8 @@ async def test_delivery_from_a_place(bus: Bus) -> None:
     inbox = bus.new_inbox()
     subscription = await bus.subscribe(inbox)
     sequences = await write(log, started(), delta(0), delta(1))
-    _, number = await log.deliver("default", "j", inbox, from_sequence=sequences[2])
-    assert number == 1
+    delivery = await log.deliver("default", "j", inbox, from_sequence=sequences[2])
+    assert (delivery.num_stored, delivery.is_bound) == (1, True)
     (only,) = await next_events(subscription, 1, of=event_of_delivery)
     assert only.offset == 1
     assert await log.read_delivered("default", "j") == await log.read("default", "j")

@@ -138,7 +138,8 @@ async def test_a_poison_job_is_listed_and_runs_again_under_a_new_id(running: Dep
     with pytest.raises(JobFailedError):
         async for _ in running.client.attach(told["job"]):
             pass
-    assert (await running.client.status("bad")).state == "failed"
+    status = await running.client.status("bad")
+    assert (status.state, status.error["error"]["code"]) == ("failed", "job_failed")
 
     async def are_two() -> bool:
         return {each["job"] for each in (await headrace.json("jobs", "dead"))["dead_letters"]} == {"bad", told["job"]}

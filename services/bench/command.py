@@ -1,0 +1,113 @@
+"""`headrace bench`: its measurements, what they print, and what to make of it."""
+
+import click
+import msgspec
+from rich.console import RenderableType
+
+from headrace.bench.dispatch import measure_dispatch, shown_dispatch
+from headrace.bench.failover import KINDS, measure_failover, shown_failover
+from headrace.bench.ground import measure
+from headrace.bench.relay import measure_relay, shown_relay
+from headrace.cli.options import with_settings
+from headrace.cli.render import console
+from headrace.settings import Settings
+
+__all__ = ["bench"]
+
+_json = click.option("--json", "as_json", is_flag=True, help="One JSON object, with the single samples.")
+
+
+@click.group()
+def bench() -> None:
+    """Measure a deployment of its own: real broker, real processes, the simulated engine.
+
+    Nothing that runs already is touched, and nothing is left behind. HEADRACE_* variables apply to what is measured, so
+    HEADRACE_HEARTBEAT_S=0.2 shows what a faster heartbeat does.
+
+    Everything shares this machine, the client that measures too, so figures are ratios before they are times: read
+    them beside the plain NATS figures of the same run, and measure on a machine that does nothing else. No network
+    lies between the parts.
+    """
+
+
+@bench.command()
+@click.option("--kills", type=click.IntRange(1, 1000), default=20, show_default=True, help="Workers lost, each kind.")
+@click.option("--streams", type=click.IntRange(1, 200), default=1, show_default=True, help="Streams open at each.")
+@click.option("--kind", "kinds", type=click.Choice(list(KINDS)), multiple=True, help="Default: all; repeatable.")
+@_json
+@with_settings
+def failover(settings: Settings, kills: int, streams: int, kinds: tuple[str, ...], as_json: bool) -> None:
+    """How long a stream stands still when the worker that produces it is lost.
+
+    Two workers run; one is killed (SIGKILL) or stopped (SIGSTOP, a hang) in mid-stream, then replaced. Two times are
+    taken at the client: from the signal to `started` on the other worker, and from the last token before to the first
+    token after. Every stream is read to its end; a token lost or doubled fails the measurement.
+
+    \b
+    kill             SIGKILL; the monitor hears of broken connections from the broker's system account
+    kill-no-notices  SIGKILL; the monitor has no system account and waits for beats that do not come
+    hang             SIGSTOP; the connection stays, only the beats stop
+    """  # noqa: D301  # click reads the backspaces
+    chosen = list(kinds) or list(KINDS)
+    result = measure(
+        lambda progress: measure_failover(settings, progress, kinds=chosen, num_kills=kills, num_streams=streams)
+    )
+    _show(result, shown_failover(result), as_json=as_json)
+
+
+@bench.command()
+@click.option("--requests", type=click.IntRange(10, 100_000), default=200, show_default=True, help="Idle, one by one.")
+@click.option("--rate", type=click.IntRange(1, 2000), default=100, show_default=True, help="Jobs a second under load.")
+@click.option("--seconds", type=click.FloatRange(0.5, 30), default=5.0, show_default=True, help="Time under load.")
+@_json
+@with_settings
+def dispatch(settings: Settings, requests: int, rate: int, seconds: float, as_json: bool) -> None:
+    """How long a request takes to reach a worker, and its first events to reach the client.
+
+    Once with nothing else to do, one request at a time, and once at a steady rate of jobs. In between, in the same
+    run, a plain NATS round trip and an acknowledged JetStream publish with a fetch are timed: what the way would cost
+    without Headrace.
+    """
+    result = measure(
+        lambda progress: measure_dispatch(settings, progress, num_requests=requests, rate=rate, seconds=seconds)
+    )
+    _show(result, shown_dispatch(result), as_json=as_json)
+
+
+@bench.command()
+@click.option("--streams", type=click.IntRange(1, 500), default=32, show_default=True, help="Streams at once.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(1000, 1_000_000),
+    default=16_000,
+    show_default=True,
+    help="Tokens of a run.",
+)
+@click.option(
+    "--pace", type=click.IntRange(1, 1000), default=50, show_default=True, help="Tokens per second of a paced stream."
+)
+@click.option("--rounds", type=click.IntRange(1, 20), default=3, show_default=True, help="Repetitions, taken in turns.")
+@_json
+@with_settings
+def relay(settings: Settings, streams: int, tokens: int, pace: int, rounds: int, as_json: bool) -> None:
+    """How many tokens a second go through one worker, and the CPU time each costs.
+
+    What is measured is the way from the engine to the client: appended to the job log, republished, read. First the
+    engine makes tokens as fast as it is let, for one stream and for many; then many streams run at the pace of a real
+    engine. Between them plain NATS messages of similar size. CPU times need Linux's /proc.
+    """
+    result = measure(
+        lambda progress: measure_relay(
+            settings, progress, num_streams=streams, num_tokens=tokens, pace=pace, num_rounds=rounds
+        )
+    )
+    _show(result, shown_relay(result), as_json=as_json)
+
+
+def _show(result: msgspec.Struct, shown: list[RenderableType], *, as_json: bool) -> None:
+    if as_json:
+        click.echo(msgspec.json.encode(result).decode())
+        return
+    out = console()
+    for part in shown:
+        out.print(part)

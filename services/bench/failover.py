@@ -1,0 +1,158 @@
+"""`headrace bench failover`: workers killed and stopped in mid-stream, and how long their streams stood still."""
+
+import asyncio
+import signal
+import time
+from typing import Any, Final
+
+import msgspec
+from rich.console import RenderableType
+from rich.text import Text
+
+from headrace.bench.figures import Distribution, distribution, in_ms
+from headrace.bench.ground import MODEL, Ground, Machine, ground, machine
+from headrace.bench.tables import distributions
+from headrace.cli.progress import Progress
+from headrace.cli.takeover import Watched
+from headrace.errors import HeadraceError
+from headrace.settings import Settings
+
+__all__ = ["KINDS", "FailoverKind", "FailoverResult", "measure_failover", "shown_failover"]
+
+_NUM_WORKERS: Final = 2
+_TOKENS_PER_SECOND: Final = 50
+_KILL_AFTER: Final = 5
+_NUM_TOKENS: Final = 40
+
+
+class Kind(msgspec.Struct, frozen=True, kw_only=True):
+    """A way to lose a worker."""
+
+    title: str
+    signal: signal.Signals
+    has_notices: bool
+
+
+KINDS: Final = {
+    "kill": Kind(title="SIGKILL, with notices", signal=signal.SIGKILL, has_notices=True),
+    "kill-no-notices": Kind(title="SIGKILL, without notices", signal=signal.SIGKILL, has_notices=False),
+    "hang": Kind(title="SIGSTOP", signal=signal.SIGSTOP, has_notices=True),
+}
+
+
+class FailoverKind(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found for one kind. All times are milliseconds; the samples are in the order they were taken in.
+
+    `num_streams` were open, `num_moved` of them on lost workers; all of them ended whole.
+    """
+
+    kind: str
+    num_kills: int
+    num_streams: int
+    num_moved: int
+    to_started: Distribution | None
+    token_gap: Distribution | None
+    to_started_ms: list[float]
+    token_gap_ms: list[float]
+
+
+class FailoverResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What `bench failover --json` prints."""
+
+    machine: Machine
+    tokens_per_second: int
+    kinds: list[FailoverKind]
+
+
+async def measure_failover(
+    settings: Settings, progress: Progress, *, kinds: list[str], num_kills: int, num_streams: int
+) -> FailoverResult:
+    """Lose `num_kills` workers of each kind, with so many streams open. Raises HeadraceError for a damaged stream."""
+    where = machine()
+    found = [
+        await _measure_kind(settings, progress, name, num_kills=num_kills, num_streams=num_streams) for name in kinds
+    ]
+    return FailoverResult(machine=where, tokens_per_second=_TOKENS_PER_SECOND, kinds=found)
+
+
+async def _measure_kind(
+    settings: Settings, progress: Progress, name: str, *, num_kills: int, num_streams: int
+) -> FailoverKind:
+    kind = KINDS[name]
+    to_started: list[float] = []
+    gaps: list[float] = []
+    num_moved = 0
+    async with ground(
+        settings,
+        progress,
+        options={"tokens_per_second": str(_TOKENS_PER_SECOND), "kv_tokens": "1000000", "max_concurrency": "256"},
+        num_workers=_NUM_WORKERS,
+        max_concurrency=256,
+        has_notices=kind.has_notices,
+    ) as field:
+        for number in range(1, num_kills + 1):
+            progress.say(f"{kind.title}: {number} of {num_kills}")
+            await field.workers_ready(_NUM_WORKERS)
+            streams, lost_at = await _lose_one(field, kind, num_streams)
+            for stream in streams:
+                if len(stream.starts) > 1:
+                    takeover = stream.starts[1]
+                    num_moved += 1
+                    to_started.append(takeover.at - lost_at)
+                    gaps += [takeover.gap_s] if takeover.gap_s is not None else []
+    return FailoverKind(
+        kind=name,
+        num_kills=num_kills,
+        num_streams=num_kills * num_streams,
+        num_moved=num_moved,
+        to_started=distribution(in_ms(to_started)),
+        token_gap=distribution(in_ms(gaps)),
+        to_started_ms=in_ms(to_started),
+        token_gap_ms=in_ms(gaps),
+    )
+
+
+async def _lose_one(field: Ground, kind: Kind, num_streams: int) -> tuple[list[Watched], float]:
+    """Open the streams, lose the worker of the first in mid-stream, read all to their end; when it was lost."""
+    streams = [Watched(threshold=_KILL_AFTER) for _ in range(num_streams)]
+    async with asyncio.TaskGroup() as group:
+        for number, watched in enumerate(streams):
+            group.create_task(_read(field, watched, number))
+        for watched in streams:
+            await watched.reached.wait()
+        victim = await field.stack.child_of(streams[0].starts[-1].worker)
+        lost_at = time.monotonic()
+        victim.send_signal(kind.signal)
+    if kind.signal is signal.SIGKILL:
+        victim.kill()
+        field.stack.add_worker()
+    else:
+        victim.send_signal(signal.SIGCONT)
+    for watched in streams:
+        if watched.done is None or watched.num_tokens != _NUM_TOKENS:
+            raise HeadraceError(f"a stream ended with {watched.num_tokens} of {_NUM_TOKENS} tokens")
+    return streams, lost_at
+
+
+async def _read(field: Ground, watched: Watched, number: int) -> None:
+    body: dict[str, Any] = {"prompt": f"stream {number}", "max_tokens": _NUM_TOKENS, "ignore_eos": True}
+    async with field.client.stream(model=MODEL, **body) as stream:
+        await watched.read(aiter(stream))
+
+
+def shown_failover(result: FailoverResult) -> list[RenderableType]:
+    """The tables, and how to read them."""
+    rows: list[tuple[str, Distribution | None]] = []
+    for kind in result.kinds:
+        title = KINDS[kind.kind].title
+        rows += [(f"{title}: to `started`", kind.to_started), (f"{title}: token gap", kind.token_gap)]
+    moved = sum(kind.num_moved for kind in result.kinds)
+    total = sum(kind.num_streams for kind in result.kinds)
+    each_ms = 1000 / result.tokens_per_second
+    notes = (
+        f"{moved} of {total} streams were on a lost worker; all {total} ended with every token once and in order.",
+        f"A token gap includes the {each_ms:.0f} ms that one token takes anyway. Of fewer than 100 samples p99 is the "
+        "largest, which one busy moment of this machine can make.",
+        str(result.machine),
+    )
+    return [distributions("Failover, ms", rows), *(Text(note, style="dim") for note in notes)]
