@@ -19,6 +19,7 @@ EventKind = Literal["accepted", "started", "delta", "requeued", "done", "failed"
 EVENT_KINDS: Final[frozenset[str]] = frozenset(get_args(EventKind))
 
 _HDR_DEAD: Final = "Headrace-Dead"
+_OWN_REPORT_SLASHES: Final = 3
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,8 +195,14 @@ def delta(job: str, owner: Owner, *, attempt: int, offset: int, count: int, data
 
 
 def requeued(job: str, *, attempt: int, offset: int, reason: str, lost: Owner | None, by: Owner | None = None) -> Event:
-    """The job goes back to its queue; `attempt` is the next one, `lost` the owner if that was a fault."""
+    """The job goes back to its queue; `attempt` is the next one, `lost` the owner if that was a fault.
+
+    However many see a worker or an engine die, that is one fault. A fault that its own worker reports (an engine that
+    erred and lives on) counts anew with each attempt, or a job that always fails there would be tried for ever.
+    """
     fault = lost.fault_id if lost is not None else None
+    if fault is not None and lost is not None and lost.is_same(by):
+        fault = f"{fault}/{attempt - 1}"
     return Event(
         kind="requeued",
         job=job,
@@ -206,6 +213,11 @@ def requeued(job: str, *, attempt: int, offset: int, reason: str, lost: Owner | 
         lost=fault,
         reason=reason,
     )
+
+
+def is_own_report(fault: str) -> bool:
+    """Whether the worker itself reported that fault: it lives, so it was its engine that failed."""
+    return fault.count("/") == _OWN_REPORT_SLASHES
 
 
 def done(job: str, owner: Owner, *, attempt: int, offset: int, data: bytes, body_hash: str) -> Event:

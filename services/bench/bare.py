@@ -5,6 +5,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import Final
 
+import msgspec
+
 from headrace.bench.ground import Ground
 from headrace.bus.connection import Bus, Message, Stored, connect
 from headrace.bus.jobqueue import JobQueue
@@ -15,7 +17,8 @@ from headrace.schemas.subjects import JobId, QueueName, Tenant
 
 __all__ = ["Bare", "bare"]
 
-_MODEL: Final = "bench-bare"
+_PREFIX: Final = "headrace-bench-bare"
+_MODEL: Final = "bare"
 _FLOOD_PART: Final = 500
 """Messages published before the publisher waits for the subscriber, which must not drop any."""
 
@@ -107,8 +110,8 @@ class Bare:
 
 @contextlib.asynccontextmanager
 async def bare(field: Ground) -> AsyncIterator[Bare]:
-    """Plain NATS on the broker of a measured deployment, with a stream that no worker serves."""
-    url, settings = field.stack.url, field.settings
+    """Plain NATS on the broker of a measured deployment, under a prefix of its own, unseen by the deployment's parts."""
+    url, settings = field.stack.url, msgspec.structs.replace(field.settings, prefix=_PREFIX)
     async with connect(url, settings, name="bench-1") as bus, connect(url, settings, name="bench-2") as other:
         await ensure_jobs_stream(bus, _MODEL)
         async with JobQueue(bus, _MODEL) as queue:

@@ -27,7 +27,7 @@ _OPTIONS: Final = {"kv_tokens": "100000000", "max_concurrency": "512", "max_mode
 _PACED_S: Final = 3.0
 """How long a paced run goes on."""
 
-_FLOOD: Final = 20_000
+_FLOOD: Final = 10_000
 _FLOOD_BYTES: Final = 300
 """About what an event with one token has, headers included."""
 

@@ -35,10 +35,10 @@ _QUESTIONS: Final = (
 _LONG_QUESTION: Final = "Describe the water cycle."
 """The model's answer to it has some 130 tokens."""
 
-_KILL_AFTER: Final = 30
+_KILL_AFTER: Final = 24
 """Tokens of the long answer that the worker lives to send."""
 
-_MAX_TOKENS: Final = 160
+_MAX_TOKENS: Final = 220
 _TAKEOVER_MARK: Final = "‖"
 _STYLES: Final = ("cyan", "green", "magenta")
 """Of an answer's text, by attempt."""
@@ -66,7 +66,7 @@ def demo(settings: Settings) -> None:
 
 
 async def _demo(settings: Settings, show: "_Show", stop: asyncio.Event, started: asyncio.Event) -> None:
-    plan = Plan(model=DEFAULT_MODEL, engine="llama")
+    plan = Plan(model=DEFAULT_MODEL, engine="llama", temp_dir=settings.state_dir)
     began = time.monotonic()
     show.title()
     try:
@@ -193,7 +193,7 @@ class _Show:
             f"{_TAKEOVER_MARK}      worker {before.worker} got SIGKILL; after token {takeover.num_tokens} worker "
             f"{takeover.worker} went on, as attempt {takeover.attempt}",
             f"       from the kill to `started` {1000 * (takeover.at - killed_at):.0f} ms · "
-            f"from the last token before to the first after {1000 * takeover.gap_s:.0f} ms",
+            f"from the last token before to the first after {1000 * takeover.gap_s:.0f} ms, the prompt read anew",
             f"       {watched.num_tokens} tokens, each once and in order",
         ):
             self._line(line, style="dim")

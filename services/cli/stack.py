@@ -39,6 +39,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What to start: workers of one model on one engine. `options` are the engine's.
 
     `has_notices`: whether the monitor gets the embedded broker's system account, and with it disconnect notices.
+    `temp_dir` is where the parts keep temporary files, which one that is killed leaves behind.
     """
 
     model: str
@@ -47,6 +48,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     max_concurrency: int | None = None
     options: dict[str, str] = {}
     has_notices: bool = True
+    temp_dir: str | None = None
 
     def worker_argv(self, worker_id: str | None) -> list[str]:
         """Arguments of `headrace` that start one of the workers."""
@@ -164,7 +166,7 @@ async def running_stack(
         bus = await stack.enter_async_context(connect(url, settings, name="headrace-up"))
         await ensure_provisioned(bus)
         on_step("starting router and monitor")
-        env = _environment(settings, url)
+        env = _environment(settings, url, plan)
         services = [
             _service("router", env, on_line),
             _service("monitor", _with_notices(env, info, plan), on_line),
@@ -202,13 +204,15 @@ async def _kept(children: list[Supervised]) -> AsyncIterator[asyncio.TaskGroup]:
                 child.stop.set()
 
 
-def _environment(settings: Settings, url: str) -> dict[str, str]:
+def _environment(settings: Settings, url: str, plan: Plan) -> dict[str, str]:
     ours = {
         "HEADRACE_NATS_URL": url,
         "HEADRACE_PREFIX": settings.prefix,
         "HEADRACE_STATE_DIR": settings.state_dir,
         "HEADRACE_LOG_LEVEL": settings.log_level,
     }
+    if plan.temp_dir is not None:
+        ours["TMPDIR"] = plan.temp_dir
     return {**os.environ, **ours}
 
 

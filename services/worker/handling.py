@@ -200,12 +200,11 @@ class Handler:
 
     async def _has_place(self, held: Held, job: Job, plan: Plan, state: JobState) -> bool:
         """Wait until it may fit, or its time may be up; False if it was handed back."""
-        is_last_chance = bool(state.faults) and len(state.faults) == self._settings.max_attempts - 1
-        if is_last_chance and not held.is_last_chance and self._held.has_last_chance:
-            # Two such jobs in one engine would die of each other's faults.
+        is_suspect = state.is_suspect(max_faults=self._settings.max_attempts)
+        if is_suspect and not held.is_suspect and self._held.has_suspect:
             await self._hand_back(held, job, _FIRST_RETRY_S)
             return False
-        held.is_last_chance = is_last_chance
+        held.is_suspect = is_suspect
         if self._ledger.fits(plan.need_tokens):
             return True
         held.is_waiting = True
@@ -317,7 +316,7 @@ class Handler:
 
     async def _hand_back(self, held: Held, job: Job, delay_s: float = 0.0) -> None:
         self._ledger.release(held.delivery.sequence)
-        held.is_last_chance = False
+        held.is_suspect = False
         held.is_backing_off = True
         self._released.set()
         self._room_changed()

@@ -20,7 +20,8 @@ _RENEWALS_PER_ACK_WAIT: Final = 3
 
 class Held:
     """One held message. `execution` is set while the engine works on it, `is_waiting` while it does not fit,
-    `is_backing_off` while it is kept back after a fault, `is_last_chance` while it runs one fault from being given up.
+    `is_backing_off` while it is kept back after a fault, `is_suspect` while it is the one job
+    here that may be what its engines fail of.
 
     `is_void` once the worker lost its registration: then nothing more may be written for it, nor settled.
     """
@@ -34,7 +35,7 @@ class Held:
         self.is_waiting = False
         self.is_backing_off = False
         self.is_void = False
-        self.is_last_chance = False
+        self.is_suspect = False
 
     def as_request(self) -> HeldRequest:
         """Its line in the heartbeat."""
@@ -97,9 +98,9 @@ class HeldSet:
         return sum(held.is_waiting for held in self._entries.values())
 
     @property
-    def has_last_chance(self) -> bool:
-        """Whether a job runs here that is one fault from being given up."""
-        return any(held.is_last_chance for held in self._entries.values())
+    def has_suspect(self) -> bool:
+        """Whether a job is here that may be what its engines fail of."""
+        return any(held.is_suspect for held in self._entries.values())
 
     @property
     def num_taking_a_slot(self) -> int:

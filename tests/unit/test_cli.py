@@ -55,7 +55,7 @@ def test_help_teaches_the_first_steps_and_names_every_command() -> None:
     result = run("--help")
     assert result.exit_code == 0
     assert "First steps" in result.output
-    for name in ("up", "demo", "ask", "status", "jobs", "serve", "provision"):
+    for name in ("up", "demo", "ask", "status", "jobs", "drain", "evict", "serve", "provision", "bench"):
         assert f"\n  {name} " in result.output
     assert "headrace ask" in result.output
 
@@ -65,7 +65,7 @@ def test_every_command_explains_itself_and_takes_the_common_options(path: tuple[
     result = run(*path, "--help")
     assert result.exit_code == 0
     assert f"Usage: headrace {' '.join(path)}" in result.output.replace("Usage: command", "Usage: headrace")
-    if path not in (("jobs",), ("serve",)):
+    if path not in (("jobs",), ("serve",), ("bench",)):
         for option in ("--nats-url", "--prefix", "--state-dir", "--log-level"):
             assert option in result.output
 
@@ -87,6 +87,20 @@ def test_version() -> None:
         ("status", "--prefix", "no spaces"),
         ("jobs", "show", "bad id"),
         ("jobs", "cancel", "x", "--tenant", "UPPER"),
+        ("jobs", "list", "--model", ""),
+        ("jobs", "list", "--limit", "0"),
+        ("jobs", "list", "--state", "done"),
+        ("jobs", "dead", "--tenant", "UPPER"),
+        ("jobs", "replay", "bad id"),
+        ("jobs", "replay", "j", "--follow", "--json"),
+        ("jobs", "replay", "j", "--pool", "No!"),
+        ("drain", "no spaces"),
+        ("drain", "w", "--timeout", "0"),
+        ("evict", "no spaces"),
+        ("evict", "w", "--reason", "x" * 201),
+        ("bench", "failover", "--kills", "0"),
+        ("bench", "failover", "--kind", "nonsense"),
+        ("bench", "relay", "--rounds", "0"),
         ("serve", "worker"),
         ("serve", "worker", "--engine", "nonsense"),
         ("serve", "worker", "--engine", "openai", "--engine-url", "http://localhost:1"),
@@ -124,6 +138,11 @@ def test_an_unknown_variable_stops_the_start(no_broker: str) -> None:
         ("ask", "hi"),
         ("jobs", "show", "j"),
         ("jobs", "cancel", "j"),
+        ("jobs", "list"),
+        ("jobs", "dead"),
+        ("jobs", "replay", "j"),
+        ("drain", "w"),
+        ("evict", "w"),
         ("provision",),
         ("serve", "router"),
         ("serve", "monitor"),

@@ -187,3 +187,9 @@ def test_stream_names_its_model_within_its_deployment(model: str) -> None:
 def test_other_streams_have_no_model() -> None:
     for stream in (NAMES.log_stream(0), NAMES.dead_stream, f"KV_{NAMES.workers_bucket}", "HEADRACE_V1_JOBS_"):
         assert NAMES.model_of_stream(stream) is None
+
+
+def test_a_filter_of_dead_letters_names_what_is_given() -> None:
+    assert NAMES.dead_filter() == "headrace.v1.dead.*.*.*"
+    assert NAMES.dead_filter(tenant="t", model="a.b", job="j") == NAMES.dead("t", "a.b", "j")
+    assert NAMES.dead_filter(model="*") == "headrace.v1.dead.*.=2A.*"
