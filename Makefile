@@ -16,7 +16,7 @@ fingerprint := { pwd; find services schemas -type f ! -name '*.pyc' | LC_ALL=C s
 help:
 	@echo 'Headrace: LLM requests over NATS JetStream.'
 	@echo
-	@echo '  make demo     set up, start all parts, ask a real model two questions'
+	@echo '  make demo     set up, start all parts, ask a real model, kill a worker in mid-answer'
 	@echo '  make test     set up and run every test          (PYTEST_ARGS="-k name -x" chooses)'
 	@echo '  make check    format, lint, types, import rules, unit and property tests'
 	@echo '  make format   apply the formatter and the fixes of the linter'

@@ -110,7 +110,7 @@ class Bare:
 
 @contextlib.asynccontextmanager
 async def bare(field: Ground) -> AsyncIterator[Bare]:
-    """Plain NATS on the broker of a measured deployment, under a prefix of its own, unseen by the deployment's parts."""
+    """Plain NATS on the broker of a measured deployment, under a prefix of its own, which its parts do not see."""
     url, settings = field.stack.url, msgspec.structs.replace(field.settings, prefix=_PREFIX)
     async with connect(url, settings, name="bench-1") as bus, connect(url, settings, name="bench-2") as other:
         await ensure_jobs_stream(bus, _MODEL)

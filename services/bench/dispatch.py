@@ -180,6 +180,8 @@ def shown_dispatch(result: DispatchResult) -> list[RenderableType]:
         "The first two are NATS alone, timed in turns with the requests: a request and its reply between two "
         "connections of this process; a publish to a job stream with its acknowledgement, then a fetch of it.",
         "A claim is timed by the broker, when it stored it. The measuring client shares the machine with all parts.",
+        f"{result.idle.num_early_fetches + result.loaded.num_early_fetches} plain fetches came before the message just "
+        "stored could be had, and were repeated.",
         str(result.machine),
     )
     return [*parts, *(Text(note, style="dim") for note in notes)]

@@ -128,6 +128,20 @@ class _ApiReply(msgspec.Struct, frozen=True):
     error: _ApiError | None = None
 
 
+class _SteadyClient(Client):
+    """The client, but a message it cannot decode is dropped.
+
+    Subjects, replies and headers are bytes that any publisher chooses. nats-py ends its read loop over what it does
+    not expect there, and the process stays deaf until its pings go unanswered, ten seconds later.
+    """
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        try:
+            await super()._process_msg(sid, subject, reply, data, headers)
+        except Exception as error:  # the edge of the read loop: whatever one message does, the next must be read
+            log.warning("a message that cannot be decoded was dropped: %s", type(error).__name__)
+
+
 class Bus:
     """A connection with the names and settings of its deployment. Made by `connect`.
 
@@ -340,7 +354,7 @@ async def connect(
         if any(not bus._is_leaving for bus in bus_holder):
             log.warning("lost the connection to the broker; reconnecting")
 
-    nc = Client()
+    nc = _SteadyClient()
     try:
         async with asyncio.timeout(settings.retry_for_s):
             await nc.connect(

