@@ -105,8 +105,9 @@ def _apply(state: JobState, event: Event) -> JobState:
         queue_sequence = event.queue_sequence or queue_sequence
     elif event.kind in TERMINAL:
         owner = None
-    elif owner is None:
-        owner = event.owner  # a delta read without its `started`
+    else:
+        attempt = event.attempt
+        owner = owner or event.owner  # a delta may be read without its `started`
     num_tokens = event.offset + event.count if event.kind == "delta" else max(state.num_tokens, event.offset)
     # A suffix may begin anywhere, so a step the table does not know is taken for what it leads to.
     after = next_state(state.state, event.kind) or _LANDING[event.kind]

@@ -7,6 +7,7 @@ import msgspec
 
 from headrace.bus.connection import ERR_STREAM_NOT_FOUND, ApiRefused, Bus, require_jetstream
 from headrace.errors import BrokerUnavailableError, BrokerUnsuitableError, NotProvisionedError
+from headrace.lifecycle import Backoff
 from headrace.schemas.subjects import Names
 from headrace.settings import Settings
 
@@ -21,6 +22,8 @@ _NANOSECONDS: Final = 1_000_000_000
 _MAX_LOG_CONSUMERS: Final = 100_000
 """The server's default of 1,000 would bound the clients that wait on inboxes of their own."""
 _MARKER_TTL_S: Final = 60
+_RETRY_FIRST_S: Final = 0.1
+_RETRY_MAX_S: Final = 2.0
 _CONFIG_HISTORY: Final = 8
 
 Action = Literal["created", "changed", "unchanged"]
@@ -51,13 +54,30 @@ async def provision(bus: Bus, *, models: tuple[str, ...] = ()) -> list[Provision
 
 
 async def ensure_provisioned(bus: Bus) -> None:
-    """Make what is missing and leave alone what is there; what every service does at its start."""
+    """Make what is missing and leave alone what is there; what every service does at its start.
+
+    Tries for `retry_for_s` where the broker does not answer. Raises BrokerUnavailableError then, BrokerUnsuitableError
+    at once.
+    """
+    retries = Backoff(first_s=_RETRY_FIRST_S, max_s=_RETRY_MAX_S, for_s=bus.settings.retry_for_s)
+    while True:
+        try:
+            await _make_missing(bus)
+            break
+        except BrokerUnavailableError as error:
+            if retries.is_over:
+                raise
+            log.warning("the broker does not answer yet: %s", error)
+            await retries.pause()
+    await bus.sync_clock()
+
+
+async def _make_missing(bus: Bus) -> None:
     await require_jetstream(bus, minimum=MINIMUM_SERVER)
     for config in _deployment_streams(bus.names, bus.settings):
         if await _current(bus, config) is None:
             log.info("stream %s is missing; making it", config["name"])
             await _create(bus, config)
-    await bus.sync_clock()
 
 
 async def ensure_jobs_stream(bus: Bus, model: str) -> None:

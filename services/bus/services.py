@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import msgspec
 import nats.micro
+from nats.errors import Error as NatsError
 from nats.micro.request import Request
 
 from headrace import __version__
 from headrace.bus.connection import Bus
+from headrace.errors import BrokerError
 from headrace.schemas import subjects
 from headrace.schemas.refusals import Refusal
 
@@ -87,7 +89,9 @@ async def answering(
             yield
         finally:
             if bus.is_connected:
-                await service.stop()
+                with contextlib.suppress(NatsError, TimeoutError, OSError):  # a broker that is mute must not keep us
+                    async with asyncio.timeout(bus.settings.request_timeout_s):
+                        await service.stop()
 
 
 async def reply_with(
@@ -109,7 +113,10 @@ async def refuse(bus: Bus, request: IncomingRequest, refusal: Refusal) -> None:
 async def _guarded(bus: Bus, handler: Handler, request: IncomingRequest) -> None:
     try:
         await handler(request)
+        return
+    except BrokerError as error:
+        log.warning("a request on %s failed: %s", request.subject, error)
     except Exception:
         log.exception("a request on %s failed", request.subject)
-        with contextlib.suppress(Exception):
-            await refuse(bus, request, Refusal(code="internal", message="the request could not be handled"))
+    with contextlib.suppress(BrokerError):
+        await refuse(bus, request, Refusal(code="internal", message="the request could not be handled"))

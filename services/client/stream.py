@@ -11,7 +11,7 @@ from typing import Final, Self
 import msgspec
 
 from headrace import telemetry
-from headrace.bus.connection import Bus, Subscription
+from headrace.bus.connection import Bus, Message, Subscription
 from headrace.bus.joblog import JobLog, event_of_republish
 from headrace.client.chain import Chain, Link
 from headrace.client.control import JobControl
@@ -173,7 +173,7 @@ class JobStream:
             headers: Mapping[str, str] = message.headers or {}
             if headers.get("Status") == _STATUS_NO_RESPONDERS:
                 return None
-            event = event_of_republish(message)
+            event = self._own_event(message)
             if event is not None:
                 self._early.append(event)
                 continue
@@ -217,9 +217,14 @@ class JobStream:
             message = await self._bus.next_message(subscription, until - time.monotonic())
             if message is None:
                 return None
-            event = event_of_republish(message)
+            event = self._own_event(message)
             if event is not None:
                 return event
+
+    def _own_event(self, message: Message) -> Event | None:
+        """The event in a message of the job's inbox. Deployments under other prefixes use the same inboxes."""
+        subject = (message.headers or {}).get(subjects.HDR_SUBJECT)
+        return event_of_republish(message) if subject == self._bus.names.log(self._tenant, self.job) else None
 
     async def _is_behind(self) -> bool:
         """Whether the log has something we did not see; a lost last message shows no later gap."""

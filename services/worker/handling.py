@@ -82,17 +82,27 @@ class Handler:
         self._released = asyncio.Event()
         self.seconds_per_job: float | None = None
 
-    async def handle(self, delivery: Delivery) -> None:
-        """Take one message to its end; never raises but for cancellation."""
+    def hold(self, delivery: Delivery) -> Held | None:
+        """List a fetched message, before anything is done with it; None where there is nothing to hold.
+
+        That is a redelivery of what we hold (our renewals count for it), or no job at all.
+        """
+        job = delivery.job
+        if job is None or delivery.sequence in self._held:
+            return None
+        held = Held(delivery, job.tenant, job.job)
+        self._held.add(held)
+        return held
+
+    async def handle(self, delivery: Delivery, held: Held | None) -> None:
+        """Take one message to its end, after `hold`; never raises but for cancellation."""
         job = delivery.job
         if job is None:
             log.error("message %d of %s is no job; terminating it", delivery.sequence, self._queue.stream)
             await self._queue.terminate(delivery)
             return
-        if delivery.sequence in self._held:
-            return  # a redelivery of what we hold; our renewals count for it
-        held = Held(delivery, job.tenant, job.job)
-        self._held.add(held)
+        if held is None:
+            return
         parent = telemetry.extract(delivery.headers)
         try:
             with step_span(Step.PROCESS, job.model, parent=parent, attributes=self._attributes(delivery, job)) as span:

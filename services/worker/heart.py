@@ -69,7 +69,8 @@ class Heart:
         A key that somebody may still hold is watched for one TTL; if it stands still, its worker is dead.
         """
         seen = await self._bucket.get(self._worker)
-        if seen is not None and seen.beat is not None and not seen.beat.is_tombstone:
+        is_taken = seen is not None and seen.beat is not None and not seen.beat.is_tombstone
+        if seen is not None and is_taken and seen.beat is not None and seen.beat.epoch != self.epoch:
             log.info(
                 "worker id %s has a heartbeat already; waiting %.1f s to see if it lives", self._worker, self._ttl_s
             )

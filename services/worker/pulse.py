@@ -11,7 +11,8 @@ import msgspec
 
 from headrace.bus.connection import Bus, connect
 from headrace.bus.heartbeats import WorkersBucket
-from headrace.errors import BrokerUnavailableError
+from headrace.errors import BrokerUnavailableError, NotProvisionedError
+from headrace.lifecycle import Backoff
 from headrace.schemas.workers import Heartbeat
 from headrace.worker.heart import Heart
 
@@ -20,6 +21,8 @@ __all__ = ["Pulse"]
 log = logging.getLogger(__name__)
 
 _STOP_S: Final = 5.0
+_RETRY_FIRST_S: Final = 0.1
+_RETRY_MAX_S: Final = 2.0
 
 
 class Pulse:
@@ -155,7 +158,7 @@ class Pulse:
                 epoch=self._first_epoch,
             )
             self._heart = heart
-            await heart.register()
+            await self._register(heart)
             self._main_loop.call_soon_threadsafe(_resolve, registered)
             async with asyncio.TaskGroup() as group:
                 beating = group.create_task(heart.run(), name="beat")
@@ -169,6 +172,18 @@ class Pulse:
             if bus.closed.is_set():
                 raise BrokerUnavailableError("the heartbeat's connection was closed for good")
             await heart.leave()
+
+    async def _register(self, heart: Heart) -> None:
+        retries = Backoff(first_s=_RETRY_FIRST_S, max_s=_RETRY_MAX_S, for_s=self._settings.retry_for_s)
+        while True:
+            try:
+                await heart.register()
+                return
+            except (BrokerUnavailableError, NotProvisionedError) as error:
+                if retries.is_over:
+                    raise
+                log.warning("cannot register yet: %s", error)
+                await retries.pause()
 
     def _beat_of(self, bus: Bus) -> Heartbeat:
         assert self._heart is not None

@@ -197,7 +197,8 @@ class Worker:
 
     def _take(self, delivery: Delivery) -> None:
         assert self._group is not None
-        self._group.create_task(self._handler.handle(delivery), name=f"message {delivery.sequence}")
+        held = self._handler.hold(delivery)  # now, so that the next look at our room counts it
+        self._group.create_task(self._handler.handle(delivery, held), name=f"message {delivery.sequence}")
 
     async def _on_late(self, delivery: Delivery) -> None:
         if self._has_room():
