@@ -78,6 +78,8 @@ def is_owner_alive(owner: Owner, seen: SeenBeat | None) -> bool:
     PROTOCOL.md, "owner alive": its key is not tombstoned, has the same epoch, and either lists the queue sequence it
     named when it claimed, or has not beaten since then.
     """
+    if _is_older_than_claim(owner, seen):
+        return True
     if seen is None or seen.beat is None or seen.beat.is_tombstone or seen.beat.epoch != owner.epoch:
         return False
     return seen.beat.holds(owner.queue_sequence) or seen.revision <= owner.beat
@@ -85,7 +87,14 @@ def is_owner_alive(owner: Owner, seen: SeenBeat | None) -> bool:
 
 def has_died(owner: Owner, seen: SeenBeat | None) -> bool:
     """Whether the owner's registration is gone, which counts as a fault; one that only let go of the job is not."""
+    if _is_older_than_claim(owner, seen):
+        return False
     return seen is None or seen.beat is None or seen.beat.is_tombstone or seen.beat.epoch != owner.epoch
+
+
+def _is_older_than_claim(owner: Owner, seen: SeenBeat | None) -> bool:
+    """Whether what was read of the key was overwritten before the owner claimed: a stale read, which says nothing."""
+    return seen is not None and seen.revision < owner.beat
 
 
 def decode_heartbeat(data: bytes) -> Heartbeat | None:

@@ -285,6 +285,8 @@ class JobQueue:
             if refused.err_code == ERR_STREAM_NOT_FOUND:
                 raise NotProvisionedError(f"model {self.model!r} has no stream {self.stream}") from None
             raise BrokerUnavailableError(f"{self.stream}: {refused}") from None
+        except NotProvisionedError:  # nobody answers at all, which says nothing about the stream
+            raise BrokerUnavailableError(f"{self.stream}: JetStream does not answer") from None
 
     async def _ensure_consumer(self, queue: QueueName) -> None:
         subject = self._bus.names.jobs(self.model, queue)

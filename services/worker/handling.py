@@ -112,7 +112,7 @@ class Handler:
         except Exception:
             log.exception("job %s: unexpected error; the broker will deliver it again", job.job)
         finally:
-            self._ledger.release(delivery.sequence)
+            self._ledger.release(held)
             self._held.remove(held)
             self._released.set()
             self._room_changed()
@@ -145,13 +145,13 @@ class Handler:
                     return
                 if not self._ledger.fits(plan.need_tokens):
                     continue
-                self._ledger.reserve(held.delivery.sequence, plan.need_tokens)
+                self._ledger.reserve(held, plan.need_tokens)
                 if decision.action is Action.RUN:
                     await self._run(held, job, plan, state, span)
                     return
                 if await self._claim_and_run(held, job, plan, state, span):
                     return
-                self._ledger.release(held.delivery.sequence)
+                self._ledger.release(held)
             elif await self._without_running(held, job, state, decision, span):
                 return
             num_refused += 1
@@ -325,7 +325,7 @@ class Handler:
         await self._hand_back(held, job, delay_s)
 
     async def _hand_back(self, held: Held, job: Job, delay_s: float = 0.0) -> None:
-        self._ledger.release(held.delivery.sequence)
+        self._ledger.release(held)
         held.is_suspect = False
         held.is_backing_off = True
         self._released.set()

@@ -1,5 +1,7 @@
 """What a worker has promised its engine's memory to."""
 
+from collections.abc import Hashable
+
 __all__ = ["Ledger"]
 
 
@@ -13,7 +15,7 @@ class Ledger:
     def __init__(self, *, capacity_tokens: int | None, max_concurrency: int) -> None:
         self.capacity_tokens = capacity_tokens
         self.max_concurrency = max_concurrency
-        self._needs: dict[int, int] = {}
+        self._needs: dict[Hashable, int] = {}
 
     @property
     def reserved_tokens(self) -> int:
@@ -42,12 +44,15 @@ class Ledger:
             return False
         return self.capacity_tokens is None or self.reserved_tokens + need_tokens <= self.capacity_tokens
 
-    def reserve(self, sequence: int, need_tokens: int) -> None:
-        """Reserve for a queue message. Raises ValueError if it does not fit or is reserved already."""
-        if sequence in self._needs or not self.fits(need_tokens):
-            raise ValueError(f"cannot reserve {need_tokens} tokens for message {sequence}")
-        self._needs[sequence] = need_tokens
+    def reserve(self, holder: Hashable, need_tokens: int) -> None:
+        """Reserve for whoever holds a message; a later holder of the same one is another.
 
-    def release(self, sequence: int) -> None:
+        Raises ValueError if it does not fit or is reserved already.
+        """
+        if holder in self._needs or not self.fits(need_tokens):
+            raise ValueError(f"cannot reserve {need_tokens} tokens for {holder}")
+        self._needs[holder] = need_tokens
+
+    def release(self, holder: Hashable) -> None:
         """Give a reservation back; nothing if there is none."""
-        self._needs.pop(sequence, None)
+        self._needs.pop(holder, None)

@@ -40,6 +40,7 @@ _MAX_PURGES_WAITING: Final = 100_000
 _RESTART_FIRST_S: Final = 0.5
 _RESTART_MAX_S: Final = 30.0
 _WATCH_EVERY_S: Final = 0.25
+_OWN_PAUSE_S: Final = 1.0
 _HEALTH_EVERY_S: Final = 1.0
 _HEALTH_TIMEOUT_S: Final = 2.0
 _NUM_UNHEALTHY: Final = 3
@@ -337,9 +338,14 @@ class Worker:
         """
         stall_s = self._settings.stall_s
         while True:
+            slept_at = time.monotonic()
             await asyncio.sleep(min(_WATCH_EVERY_S, stall_s / 4))
             now = time.monotonic()
             executions = self._held.executions()
+            if now - slept_at > _OWN_PAUSE_S:  # it was us that stood still, not the engine
+                for execution in executions:
+                    execution.last_progress = now
+                continue
             stalled = [execution for execution in executions if now - execution.last_progress > stall_s]
             for execution in stalled:
                 log.error("job %s: no token for %.1f s", execution.claimed.job.job, stall_s)

@@ -5,6 +5,7 @@ work-queue consumers (redelivery first and in order, any ack of a message remove
 floor and for what is pending). Every message crosses a link with a random delay, in order for each connection.
 """
 
+import asyncio
 import base64
 import random
 from collections.abc import Callable
@@ -127,6 +128,7 @@ class ModelBroker:
         self.on_store: Callable[[Stream, Stored, Link | None], None] = lambda *_: None
         self.on_remove: Callable[[Stream, Stored, str], None] = lambda *_: None
         self.trace: list[str] = []
+        self._awaited: tuple[int, asyncio.Future[None]] | None = None
 
     # the network
 
@@ -134,13 +136,29 @@ class ModelBroker:
         """Add a line to the trace."""
         self.trace.append(f"{self.loop.time() - 1_000_000:8.3f} {text}")
 
+        if self._awaited is not None and len(self.trace) >= self._awaited[0] and not self._awaited[1].done():
+            self._awaited[1].set_result(None)
+
+    async def until_noted(self, num_lines: int, *, within_s: float) -> None:
+        """Wait until the trace has so many more lines, or for that long."""
+        if num_lines > 0:
+            self._awaited = (len(self.trace) + num_lines, self.loop.create_future())
+            await asyncio.wait([self._awaited[1]], timeout=within_s)
+            self._awaited = None
+
     def _delay(self) -> float:
         return 0.00005 + self._rng.expovariate(1 / self.faults.delay_s)
+
+    def pause_s(self) -> float:
+        """How long a client waits to write: hardly ever at all."""
+        return self._delay() if self._rng.random() < 0.1 else 0.0
 
     def send(self, link: Link, act: Callable[[], None]) -> None:
         """Carry something from a client to the broker."""
         at = link.up_at = max(link.up_at + 1e-9, self.loop.time() + self._delay())
-        link.in_flight = [timer for timer in link.in_flight if not timer.cancelled() and timer.when() > self.loop.time()]
+        link.in_flight = [
+            timer for timer in link.in_flight if not timer.cancelled() and timer.when() > self.loop.time()
+        ]
         link.in_flight.append(self.loop.call_at(at, act, context=self._context))
 
     def _carry(self, link: Link, act: Callable[..., object], *args: Any) -> None:
@@ -235,13 +253,12 @@ class ModelBroker:
         """The stream that stores a subject."""
         if subject not in self._stream_of:
             self._stream_of[subject] = next(
-                (s for s in self.streams.values() if any(_matches(each, subject) for each in s.config["subjects"])), None
+                (s for s in self.streams.values() if any(_matches(each, subject) for each in s.config["subjects"])),
+                None,
             )
         return self._stream_of[subject]
 
-    def _store_for(
-        self, stream: Stream, subject: str, reply: str, data: bytes, headers: Headers, sender: Link
-    ) -> None:
+    def _store_for(self, stream: Stream, subject: str, reply: str, data: bytes, headers: Headers, sender: Link) -> None:
         result = self._try_store(stream, subject, data, headers, sender)
         if reply and self._happens(self.faults.lost_answer):
             self.note(f"LOST the answer to {_short(subject)} of {sender.name}")
@@ -294,6 +311,21 @@ class ModelBroker:
         if "Nats-Marker-Reason" not in message.headers:
             self.note(f"{_short(message.subject)} EXPIRED")
             self.store(stream, message.subject, b"", {"Nats-Marker-Reason": "MaxAge", "Nats-TTL": "60"}, None)
+
+    def end_ttl(self, stream_name: str, subject: str) -> None:
+        """Let a key's time be up now, as if its beats had been late."""
+        message = self.streams[stream_name].last(subject)
+        if message is not None and "Nats-Marker-Reason" not in message.headers and message.data:
+            self._expire(self.streams[stream_name], message)
+
+    def end_ack_wait(self, stream_name: str, which: int) -> None:
+        """Let the ack wait of one message in flight be over now, as if its renewals had been lost."""
+        for consumer in self.streams[stream_name].consumers.values():
+            waiting = sorted(seq for seq in consumer.pending if seq not in consumer.redeliver)
+            if waiting:
+                seq = waiting[which % len(waiting)]
+                self.note(f"message {seq}: ACK WAIT is over")
+                consumer.redeliver.append(seq)
 
     def _view(self, stream: Stream) -> tuple[int, bool]:
         """Up to which sequence a direct read sees, and whether that is an older state."""
@@ -357,6 +389,9 @@ class ModelBroker:
             raise NotImplementedError(words)
 
     def _consumer_api(self, words: list[str], stream: Stream, reply: str, payload: dict[str, Any]) -> None:
+        if words[1] == "LIST":  # the model keeps no consumers that deliver
+            self._json(reply, {"total": 0, "consumers": []})
+            return
         name = words[3]
         if words[1] == "CREATE":
             if "deliver_subject" not in payload["config"]:
@@ -465,7 +500,9 @@ class ModelBroker:
             self.loop.call_at(due, self._check_pending, consumer, message.seq, context=self._context)
         subject = f"$JS.ACK.{stream_name}.{consumer_name}.{count}.{message.seq}.{consumer.dseq}.0.0"
         receivers = [sub for sub in self._subscriptions if _matches(sub.subject, reply)]
-        self.note(f"message {message.seq} delivered to {receivers[0].link.name if receivers else 'nobody'} (no. {count})")
+        self.note(
+            f"message {message.seq} delivered to {receivers[0].link.name if receivers else 'nobody'} (no. {count})"
+        )
         if self._happens(self.faults.lost_answer):
             self.note("  but it is LOST")
             return

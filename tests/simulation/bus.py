@@ -72,7 +72,7 @@ class ModelClient:
         link, broker = self.link, self._broker
         copied = dict(headers) if headers else None
         broker.send(link, lambda: broker.publish(subject, reply, data, copied, link))
-        await asyncio.sleep(0)
+        await asyncio.sleep(broker.pause_s())
 
     async def request(
         self, subject: str, payload: bytes = b"", *, timeout: float = 0.5, headers: Headers | None = None
@@ -95,16 +95,14 @@ class ModelClient:
         if future is not None and not future.done():
             future.set_result(Msg(self, subject, reply, data, headers))  # type: ignore[arg-type]
 
-    async def subscribe(
-        self, subject: str, queue: str = "", cb: Callback | None = None, **limits: Any
-    ) -> Subscription:
+    async def subscribe(self, subject: str, queue: str = "", cb: Callback | None = None, **limits: Any) -> Subscription:
         if self.is_closed:
             raise ConnectionClosedError
         self._num_subs += 1
         sid = self._num_subs
         subscription = Subscription(self, sid, subject, queue, cb)
         self._subs[sid] = subscription
-        subscription._start(None)
+        subscription._start(None)  # type: ignore[no-untyped-call]
 
         def deliver(subject: str, reply: str, data: bytes, headers: Headers | None) -> None:
             if sid in self._subs:
@@ -120,9 +118,9 @@ class ModelClient:
     async def flush(self) -> None:
         if self.is_closed:
             raise ConnectionClosedError
-        done = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         broker, link = self._broker, self.link
-        broker.send(link, lambda: broker.pong(link, lambda: done.done() or done.set_result(None)))
+        broker.send(link, lambda: broker.pong(link, lambda: _resolve(done)))
         await asyncio.wait_for(done, 10)
 
     async def close(self) -> None:
@@ -141,3 +139,6 @@ def model_bus(broker: ModelBroker, process: Process, settings: Settings, client_
     return Bus(ModelClient(broker, process, client_id), settings)  # type: ignore[arg-type]
 
 
+def _resolve(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)

@@ -29,6 +29,11 @@ class Process:
         self.context: Context = copy_context()
         self.context.run(_PROCESS.set, self)
 
+    @property
+    def is_out(self) -> bool:
+        """Whether nothing of it may run. What it had to do is kept: destroyed, it would run its last lines."""
+        return self.is_hung or self.is_dead
+
 
 _PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 
@@ -55,7 +60,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.num_steps = 0
         self.outside = Process("outside")
         self.processes: list[Process] = [self.outside]
-        self.set_task_factory(self._make_task)
+        self.set_task_factory(self._make_task)  # type: ignore[arg-type]
 
     def time(self) -> float:
         """Virtual monotonic seconds."""
@@ -82,7 +87,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         runnable = [
             process
             for process in self.processes
-            if process.ready and not process.is_hung and process.paused_until <= self._now
+            if process.ready and not process.is_out and process.paused_until <= self._now
         ]
         if runnable:
             process = runnable[0] if len(runnable) == 1 else self._rng.choice(runnable)
@@ -90,9 +95,9 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             if not handle.cancelled():
                 self.num_steps += 1
                 self._now += _STEP_S
-                handle._run()  # type: ignore[attr-defined]
+                handle._run()
             return
-        pauses = [process.paused_until for process in self.processes if process.ready and not process.is_hung]
+        pauses = [process.paused_until for process in self.processes if process.ready and not process.is_out]
         times = pauses + ([self._scheduled[0].when()] if self._scheduled else [])
         if not times:
             raise RuntimeError("nothing can ever happen again")
@@ -109,8 +114,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def _owner(self, handle: asyncio.Handle) -> None:
         process = handle._context.get(_PROCESS) or self.outside  # type: ignore[attr-defined]
-        if not process.is_dead:
-            process.ready.append(handle)
+        process.ready.append(handle)
 
     def _process_events(self, event_list: Any) -> None:
         raise NotImplementedError

@@ -6,177 +6,39 @@
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 import random
-import sys
 import time
 import uuid
-from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Final
 from unittest.mock import patch
 
 import msgspec
-from nats.aio.msg import Msg
 
 from headrace.bus.connection import Bus
 from headrace.bus.disconnects import Disconnect
 from headrace.bus.provision import ensure_jobs_stream, ensure_provisioned
-from headrace.errors import BrokerError, ConfigError, EngineBusyError, EngineError
+from headrace.errors import BrokerError, ConfigError, EngineError
 from headrace.monitor import run_monitor
 from headrace.router.router import run_router
-from headrace.schemas import events, subjects
-from headrace.schemas.chunks import ChoiceDelta, EngineChunk, Usage
-from headrace.schemas.events import Event, Owner
-from headrace.schemas.openai import InferenceRequest
-from headrace.schemas.states import JobState, fold, next_state
+from headrace.schemas import subjects
 from headrace.schemas.subjects import Names
-from headrace.schemas.workers import decode_heartbeat
 from headrace.settings import Settings
-from headrace.worker.engines.base import EngineFacts, EngineUsage, Resume
 from headrace.worker.worker import WorkerOptions, run_worker
-from tests.simulation.broker import Faults, Link, ModelBroker, Stored, Stream
+from tests.simulation.broker import Faults, Link, ModelBroker
 from tests.simulation.bus import model_bus
+from tests.simulation.check import Check
+from tests.simulation.client import Client, Request
+from tests.simulation.engine import StubEngine
 from tests.simulation.loop import Process, SimulatedLoop, current_process
+from tests.simulation.schedule import MODEL, OWNERS, Action, Scenario
+from tests.simulation.threads import ModelPulse, SimulatedAsyncio
 
-__all__ = ["Action", "Scenario", "Violation", "World", "play"]
+__all__ = ["Part", "World", "play"]
 
-MODEL: Final = "m"
-TENANT: Final = "default"
 _RECOVERY_S: Final = 40.0
-_MAX_STEPS: Final = 400_000
-
-
-class Action(msgspec.Struct, frozen=True):
-    """One thing that happens, `after_s` seconds after the one before it."""
-
-    kind: str
-    after_s: float = 0.0
-    who: int = 0
-    much: float = 0.0
-
-
-class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """All a run depends on."""
-
-    seed: int = 0
-    actions: tuple[Action, ...] = ()
-    faults: Faults = msgspec.field(default_factory=Faults)
-    num_workers: int = 2
-    num_routers: int = 1
-    num_monitors: int = 1
-    num_tokens: int = 4
-    token_s: float = 0.05
-    max_concurrency: int = 2
-    queue_limit: int = 100
-    has_notices: bool = False
-    stutters: float = 0.0
-    """Short hangs of random processes, per second."""
-
-
-class Violation(AssertionError):
-    """A rule of the protocol was broken."""
-
-
-class _Request(msgspec.Struct):
-    job: str
-    is_streaming: bool
-    queue_timeout_s: float
-    deadline_s: float
-    answers: list[str]
-    num_submits: int = 0
-    was_cancelled: bool = False
-    accepted_at: float = 0.0
-
-
-def token(job: str, number: int) -> str:
-    """The text of one token of a job's answer; it names both, so that mixing and repeating show."""
-    return f"{job}:{number} "
-
-
-class StubEngine:
-    """Deterministic tokens, each a point where others may go first, and faults as scripted."""
-
-    def __init__(self, world: "World", part: "Part") -> None:
-        self._world, self._part = world, part
-        self.part = part
-        self._died = asyncio.Event()
-        self._hung = asyncio.Event()
-        self._hung.set()
-        self.running: dict[tuple[str, int], int] = {}
-        self.failing = 0
-        self.busy = 0
-        self.is_dead = False
-
-    @property
-    def facts(self) -> EngineFacts:
-        return EngineFacts(name="stub", max_num_seqs=self._world.scenario.max_concurrency, max_model_len=10_000)
-
-    async def start(self) -> None:
-        await asyncio.sleep(self._world.uniform(0.001, 0.3))
-        self.is_dead = False
-        self._died.clear()
-        self._hung.set()
-
-    async def count_prompt_tokens(self, request: InferenceRequest) -> int:
-        await asyncio.sleep(0)
-        return 3
-
-    async def usage(self) -> EngineUsage:
-        return EngineUsage(num_running=len(self.running))
-
-    async def check_health(self) -> None:
-        await asyncio.sleep(0)
-        if self.is_dead:
-            raise EngineError("dead")
-
-    async def wait_died(self) -> str:
-        await self._died.wait()
-        return "the engine died"
-
-    async def stop(self) -> None:
-        await asyncio.sleep(0)
-
-    def die(self) -> None:
-        self.is_dead = True
-        self._died.set()
-
-    def hang(self) -> None:
-        self._hung.clear()
-
-    def go_on(self) -> None:
-        self._hung.set()
-
-    async def generate(
-        self, request: InferenceRequest, *, max_tokens: int, request_id: str, resume: Resume | None = None
-    ) -> AsyncGenerator[EngineChunk, None]:
-        world = self._world
-        job, _, attempt = request_id.rpartition("-")
-        key = (job, int(attempt))
-        first = resume.num_tokens if resume is not None else 0
-        if resume is not None and resume.text != "".join(token(job, each) for each in range(first)):
-            world.check.fail(f"RESUME: {job} goes on after {resume.text!r}")
-        if self.busy and world.is_faulty:
-            self.busy -= 1
-            raise EngineBusyError("no room")
-        world.check.engine_began(job, int(attempt), self._part)
-        self.running[key] = self.running.get(key, 0) + 1
-        try:
-            for number in range(first, first + max_tokens):
-                await asyncio.sleep(world.expovariate(world.scenario.token_s))
-                await self._hung.wait()
-                if self.is_dead:
-                    raise EngineError("the engine died")
-                if self.failing and world.is_faulty:
-                    self.failing -= 1
-                    world.check.engine_faults.add((self._part.name, job))
-                    raise EngineError("scripted")
-                yield EngineChunk(choices=(ChoiceDelta(text=token(job, number), num_tokens=1),))
-            usage = Usage(prompt_tokens=3, completion_tokens=max_tokens, total_tokens=3 + max_tokens)
-            yield EngineChunk(choices=(ChoiceDelta(finish_reason="length"),), usage=usage)
-        finally:
-            self.running[key] -= 1
+_PATIENCE_S: Final = 1.0
 
 
 class Part:
@@ -188,155 +50,13 @@ class Part:
         self.link: Link
         self.stop: asyncio.Event
         self.engine: StubEngine | None = None
-        self.connection = ""
+        self.threads: list[tuple[Process, Link, str]] = []
         self.is_up = False
 
-
-class Check:
-    """The rules. It sees each write as the broker takes it; what is wrong goes to `problems`, worst first."""
-
-    def __init__(self, world: "World") -> None:
-        self._world = world
-        self._names = Names()
-        self.problems: list[str] = []
-        self.states: dict[str, JobState] = {}
-        self.logs: dict[str, list[Event]] = defaultdict(list)
-        self.gone: set[tuple[str, str]] = set()
-        self.epochs: dict[str, str] = {}
-        self.engine_faults: set[tuple[str, str]] = set()
-        self.dead_letters: set[str] = set()
-        self.num_starts: dict[str, int] = defaultdict(int)
-
-    def fail(self, problem: str) -> None:
-        """Note a broken rule."""
-        self.problems.append(problem)
-        self._world.broker.note(f"*** {problem}")
-
-    def on_store(self, stream: Stream, message: Stored, sender: Link | None) -> None:
-        """The broker stored a message."""
-        if stream.name == self._names.log_stream(0):
-            self._on_event(message, sender)
-        elif stream.name.startswith("KV_") and stream.name.endswith("workers"):
-            self._on_beat(message)
-        elif stream.name == self._names.dead_stream:
-            self.dead_letters.add(message.subject.rpartition(".")[2])
-
-    def on_remove(self, stream: Stream, message: Stored, how: str) -> None:
-        """A queue message is acked or deleted."""
-        job = message.headers[subjects.HDR_JOB]
-        state = self.states.get(job)
-        if state is None or not state.is_terminal:
-            self.fail(f"LOST: message {message.seq} of {job}, which has not ended, {how}")
-
-    def engine_began(self, job: str, attempt: int, part: Part) -> None:
-        """An engine starts to compute."""
-        events_ = self.logs[job]
-        ours = [e for e in events_ if e.kind == "started" and e.attempt == attempt]
-        if not ours:
-            self.fail(f"UNCLAIMED: {part.name} runs {job} attempt {attempt} without a claim in the log")
-
-    def declare_gone(self, worker: str, epoch: str) -> None:
-        """From now on this registration may be taken for lost."""
-        self.gone.add((worker, epoch))
-
-    def _on_beat(self, message: Stored) -> None:
-        worker = message.subject.rpartition(".")[2]
-        beat = decode_heartbeat(message.data) if message.data else None
-        before = self.epochs.get(worker)
-        if before is not None and (beat is None or beat.is_tombstone or beat.epoch != before):
-            self.declare_gone(worker, before)
-            what = "tombstone" if beat is not None and beat.is_tombstone else "gone" if beat is None else "anew"
-            self._world.broker.note(f"key of {worker}: {what} (revision {message.seq})")
-            self.epochs.pop(worker)
-        if beat is not None and not beat.is_tombstone:
-            if self.epochs.get(worker) != beat.epoch:
-                self._world.broker.note(f"{worker} registers as {beat.epoch} (revision {message.seq})")
-            self.epochs[worker] = beat.epoch
-
-    def _on_event(self, message: Stored, sender: Link | None) -> None:
-        expected = int(message.headers.get(subjects.HDR_EXPECTED_LAST_SUBJECT_SEQUENCE, "-1"))
-        event = events.decode(message.headers, message.data, sequence=message.seq, last_sequence=expected)
-        if event is None:
-            self.fail(f"UNDECODABLE event by {sender.name if sender else '?'}")
-            return
-        who = sender.name if sender is not None else "?"
-        job = event.job
-        before = self.states.get(job, JobState())
-        extra = f" lost={event.lost}" if event.lost else ""
-        self._world.broker.note(
-            f"{who}: {event.kind} {job} attempt {event.attempt} at {event.offset}+{event.count}{extra}"
-            f" ({event.reason or ''}) -> {event.sequence}"
-        )
-        if before.is_terminal:
-            self.fail(f"AFTER END: {event.kind} by {who} after {job} ended as {before.state}")
-        elif next_state(before.state, event.kind) is None:
-            self.fail(f"ILLEGAL: {event.kind} by {who} while {job} is {before.state}")
-        self._check_kind(before, event, who)
-        self.logs[job].append(event)
-        after = self.states[job] = fold(self.logs[job])
-        if not after.is_whole:
-            self.fail(f"HOLE: the log of {job} is not whole after {event.kind} by {who}")
-
-    def _check_kind(self, before: JobState, event: Event, who: str) -> None:
-        job, owner = event.job, before.owner
-        if event.kind in ("delta", "done"):
-            if owner is None or not owner.is_same(event.owner) or event.attempt != before.attempt:
-                self.fail(f"UNFENCED: {event.kind} of {job} by {who} attempt {event.attempt}, owner is {owner}")
-            if event.kind == "delta" and event.offset != before.num_tokens:
-                self.fail(f"OFFSET: delta of {job} at {event.offset}, readers have {before.num_tokens}")
-            self._check_text(before, event)
-        elif event.kind == "started":
-            self.num_starts[job] += 1
-            if event.attempt != before.attempt:
-                self.fail(f"ATTEMPT: {job} started as attempt {event.attempt}, the log says {before.attempt}")
-            if len(before.faults) >= self._world.settings.max_attempts:
-                self.fail(f"BEYOND FAULTS: {job} started after {len(before.faults)} faults")
-            request = self._world.requests.get(job)
-            if request is not None and self._world.now() > request.accepted_at + request.deadline_s + 1:
-                self.fail(f"LATE: {job} started after its deadline")
-        elif event.kind == "requeued":
-            self._check_requeue(before, event, who)
-        elif event.kind == "failed" and event.is_dead and len(before.faults) < self._world.settings.max_attempts:
-            self.fail(f"DEAD EARLY: {job} is given up after {len(before.faults)} faults")
-        elif event.kind == "expired" and before.was_started:
-            self.fail(f"EXPIRED although {job} had started")
-
-    def _check_text(self, before: JobState, event: Event) -> None:
-        body = event.json()
-        text = body["choices"][0].get("text", "")
-        first, last = event.offset, event.offset + event.count
-        if event.kind == "done":
-            first, last = 0, self._world.scenario.num_tokens
-            request = self._world.requests[event.job]
-            if request.is_streaming and before.num_tokens != last:
-                self.fail(f"SHORT: {event.job} is done after {before.num_tokens} tokens")
-        wanted = "".join(token(event.job, each) for each in range(first, last))
-        if text != wanted:
-            self.fail(f"TEXT: {event.kind} of {event.job} says {text!r} instead of {wanted!r}")
-
-    def _check_requeue(self, before: JobState, event: Event, who: str) -> None:
-        job, owner = event.job, before.owner
-        if event.attempt != before.attempt + 1:
-            self.fail(f"ATTEMPT: {job} requeued as {event.attempt} after {before.attempt}")
-        if owner is None:
-            self.fail(f"REQUEUED TWICE: {job} by {who} had no owner")
-            return
-        if who == owner.worker:
-            if event.lost is not None and not self._is_true_fault(job, owner):
-                self.fail(f"BURNT: {who} counts a fault for {job} that never was ({event.reason})")
-            return
-        is_gone = (owner.worker, owner.epoch) in self.gone or self._world.is_out(owner.worker)
-        if not is_gone and self._world.is_running(owner.worker, job, before.attempt):
-            self.fail(f"STEAL: {who} requeued {job} which {owner.worker} runs ({event.reason})")
-        if event.lost is not None and not is_gone:
-            self.fail(f"BURNT: {who} counts {event.lost} as lost, which lives ({event.reason})")
-
-    def _is_true_fault(self, job: str, owner: Owner) -> bool:
-        return (
-            (owner.worker, job) in self.engine_faults
-            or owner.worker in self._world.engine_trouble
-            or (owner.worker, owner.epoch) in self.gone
-        )
+    @property
+    def processes(self) -> list[Process]:
+        """All that is scheduled for it."""
+        return [self.process, *(process for process, _, _ in self.threads)]
 
 
 class World:
@@ -358,15 +78,13 @@ class World:
             queue_limit=scenario.queue_limit,
         )
         self.is_faulty = True
-        self.requests: dict[str, _Request] = {}
+        self.requests: dict[str, Request] = {}
         self.engine_trouble: set[str] = set()
         self._listeners: list[tuple[Part, Callable[[Disconnect], Awaitable[None]]]] = []
         self._num_clients = 0
         self._num_ids = 0
         broker_process = self.loop.add(Process("broker"))
-        self.broker = ModelBroker(
-            self.loop, random.Random(scenario.seed ^ 0xB0B), self.faults, broker_process.context
-        )
+        self.broker = ModelBroker(self.loop, random.Random(scenario.seed ^ 0xB0B), self.faults, broker_process.context)
         self.check = Check(self)
         self.broker.on_store = self.check.on_store
         self.broker.on_remove = self.check.on_remove
@@ -402,7 +120,7 @@ class World:
         self._num_clients += 1
         bus = part.process.context.run(model_bus, self.broker, part.process, self.settings, self._num_clients)
         part.link = bus.nc.link  # type: ignore[attr-defined]
-        part.connection = bus.connection_id
+        part.threads = []
         part.is_up = True
         part.process.context.run(lambda: self.loop.create_task(self._supervised(part, bus), name=part.name))
 
@@ -445,11 +163,23 @@ class World:
         self.broker.disconnect(part.link, loses_half=loses_half)
         if part.kind == "worker" and part.name in self.check.epochs:
             self.check.declare_gone(part.name, self.check.epochs[part.name])
-        notice = Disconnect(part.connection, "Client Closed")
+        for _, link, connection in part.threads:
+            self._disconnected(part, link, connection, loses_half=loses_half)
+
+    def _disconnected(self, part: Part, link: Link, connection: str, *, loses_half: bool) -> None:
+        if link.is_closed:
+            return
+        self.broker.disconnect(link, loses_half=loses_half)
+        notice = Disconnect(connection, "Client Closed")
         for listener, handler in self._listeners:
             if listener.is_up and listener is not part:
                 self.loop.call_later(
-                    self.uniform(0.001, 0.05), self._notify, listener, handler, notice, context=self.loop.outside.context
+                    self.uniform(0.001, 0.05),
+                    self._notify,
+                    listener,
+                    handler,
+                    notice,
+                    context=self.loop.outside.context,
                 )
 
     def _notify(self, part: Part, handler: Callable[[Disconnect], Awaitable[None]], notice: Disconnect) -> None:
@@ -470,26 +200,47 @@ class World:
         self._listeners.append((part, handler))
         yield
 
+    def new_thread(self, process: Process) -> Process:
+        """The process that stands for a thread of another."""
+        part = next(part for part in self.parts if part.process is process)
+        thread = self.loop.add(Process(f"{part.name}.heart"))
+        part.threads.append((thread, Link("", thread.context), ""))
+        return thread
+
+    @contextlib.asynccontextmanager
+    async def connect(self, url: str, settings: Settings, *, name: str) -> AsyncIterator[Bus]:
+        """Stands for the connection that the heartbeat's thread makes."""
+        process = current_process()
+        part = next(part for part in self.parts if process in part.processes)
+        self._num_clients += 1
+        bus = model_bus(self.broker, part.threads[-1][0], self.settings, self._num_clients)
+        link = bus.nc.link  # type: ignore[attr-defined]
+        part.threads[-1] = (part.threads[-1][0], link, bus.connection_id)
+        yield bus
+        self._disconnected(part, link, bus.connection_id, loses_half=False)
+
     def kill(self, part: Part, *, loses_half: bool) -> None:
         """End a process without a word."""
         if not part.is_up:
             return
         self.broker.note(f"=== {part.name} KILLED")
-        part.process.is_dead = True
+        for process in part.processes:
+            process.is_dead = True
         self._gone(part, loses_half=loses_half)
-        part.process.ready.clear()
 
     def hang(self, part: Part) -> None:
         """SIGSTOP."""
         if part.is_up and not part.process.is_hung:
             self.broker.note(f"=== {part.name} HANGS")
-            part.process.is_hung = True
+            for process in part.processes:
+                process.is_hung = True
 
     def go_on(self, part: Part) -> None:
         """SIGCONT."""
         if part.process.is_hung:
             self.broker.note(f"=== {part.name} GOES ON")
-            part.process.is_hung = False
+            for process in part.processes:
+                process.is_hung = False
 
     # the scenario
 
@@ -503,7 +254,11 @@ class World:
         await ensure_jobs_stream(bus, MODEL)
         self._client = Client(self, bus)
         await self._client.start()
-        for kind, number in (("worker", scenario.num_workers), ("router", scenario.num_routers), ("monitor", scenario.num_monitors)):
+        for kind, number in (
+            ("worker", scenario.num_workers),
+            ("router", scenario.num_routers),
+            ("monitor", scenario.num_monitors),
+        ):
             self.parts += [Part(kind, f"{kind[0]}{each}") for each in range(number)]
         for part in self.parts:
             self.start(part)
@@ -512,6 +267,7 @@ class World:
             setattr(self.faults, field.name, getattr(faults, field.name))
         stuttering = asyncio.ensure_future(self._stutter_for_ever())
         for action in scenario.actions:
+            await self.broker.until_noted(action.after_lines, within_s=_PATIENCE_S)
             await asyncio.sleep(action.after_s)
             await self._act(action)
         await asyncio.sleep(self.uniform(0, 3))
@@ -526,7 +282,8 @@ class World:
             self.go_on(part)
             if part.engine is not None:
                 part.engine.go_on()
-        if not await self._until_settled(_RECOVERY_S):
+        work_s = len(self.requests) * self.scenario.num_tokens * self.scenario.token_s
+        if not await self._until_settled(_RECOVERY_S + 2 * work_s):
             left = self._unsettled()
             longest = max((request.deadline_s for request in self.requests.values()), default=0)
             if await self._until_settled(longest + 20):
@@ -565,9 +322,9 @@ class World:
                 self.check.fail(f"DEAD LETTER of {job}: {'missing' if is_dead else 'without cause'}")
 
     async def _act(self, action: Action) -> None:
-        part = self.parts[action.who % len(self.parts)]
-        engines = [part.engine for part in self.parts if part.engine is not None]
-        engine = engines[action.who % len(engines)] if engines else None
+        part = self._struck(action.who)
+        engines = [each.engine for each in (part, *self.parts) if each.engine is not None]
+        engine = engines[0] if engines else None
         match action.kind:
             case "submit":
                 await self._client.submit(f"j{action.who}", hurry=action.much)
@@ -578,12 +335,22 @@ class World:
             case "kill":
                 self._kill_and_restart(part, action.much)
             case "hang":
+                self._excuse_stall(part, action.much)
                 self.hang(part)
                 self.loop.call_later(action.much, self.go_on_if, part, part.process)
             case "drain":
                 if part.is_up and not part.process.is_hung and hasattr(part, "stop"):
                     self.broker.note(f"=== {part.name} told to stop")
                     part.stop.set()
+            case "redeliver":
+                self.broker.end_ack_wait(Names().jobs_stream(MODEL), action.who)
+            case "expire":
+                key = f"$KV.{Names().workers_bucket}.{part.name}"
+                self.broker.end_ttl(f"KV_{Names().workers_bucket}", key)
+            case "slow":
+                self._excuse_stall(part, action.much)
+                for process in part.processes if action.who % 2 else [part.process]:
+                    process.paused_until = self.now() + action.much
             case "outage":
                 self.faults.outage = "unserved" if action.who % 2 else "silent"
                 self.broker.note(f"=== outage ({self.faults.outage}) for {action.much:.1f} s")
@@ -600,6 +367,19 @@ class World:
                 self.broker.note(f"=== engine of {engine.part.name} hangs")
                 self.engine_trouble.add(engine.part.name)
                 engine.hang()
+
+    def _excuse_stall(self, part: Part, pause_s: float) -> None:
+        # A worker's watchdog takes its own long pause for its engine's.
+        if pause_s > self.settings.stall_s / 4:
+            self.engine_trouble.add(part.name)
+
+    def _struck(self, who: int) -> Part:
+        if who >= OWNERS:
+            state = self.check.states.get(f"j{who - OWNERS}")
+            if state is not None and state.owner is not None:
+                owner = state.owner.worker
+                return next(part for part in self.parts if part.name == owner)
+        return self.parts[who % len(self.parts)]
 
     def go_on_if(self, part: Part, process: Process) -> None:
         if part.process is process:
@@ -618,66 +398,9 @@ class World:
         while self.scenario.stutters:
             await asyncio.sleep(self.expovariate(1 / self.scenario.stutters))
             part = self.rng.choice(self.parts)
-            part.process.paused_until = self.now() + self.uniform(0.02, 1.5)
-
-
-class Client:
-    """Sends requests and notes the answers."""
-
-    def __init__(self, world: World, bus: Bus) -> None:
-        self._world, self._bus = world, bus
-        self._names = bus.names
-        self._jobs: dict[str, str] = {}
-
-    async def start(self) -> None:
-        """Listen for answers."""
-        await self._bus.subscribe("_INBOX.default.>", cb=self._on_answer)
-
-    async def submit(self, job: str, *, hurry: float) -> None:
-        """Send a request, or send it again."""
-        world = self._world
-        request = world.requests.get(job)
-        if request is None:
-            deadline_s = 4.0 if 0.2 < hurry < 0.3 else 600.0
-            queue_timeout_s = 2.0 if 0.1 < hurry < 0.2 else 300.0
-            request = world.requests[job] = _Request(job, hurry < 0.8, queue_timeout_s, deadline_s, [], accepted_at=1e12)
-        request.accepted_at = max(world.now() + 10, request.accepted_at if request.num_submits else 0)
-        request.num_submits += 1
-        number = len(self._jobs)
-        inbox = f"_INBOX.default.answers-{number}"
-        self._jobs[inbox] = job
-        world.broker.note(f"=== submit {job}")
-        body = {"prompt": job, "max_tokens": world.scenario.num_tokens, "stream": request.is_streaming}
-        await self._bus.publish(
-            self._names.infer(TENANT, "completions", MODEL),
-            json.dumps(body).encode(),
-            reply=inbox,
-            headers={
-                subjects.HDR_ID: job,
-                subjects.HDR_DEADLINE: str(request.deadline_s),
-                subjects.HDR_QUEUE_TIMEOUT: str(request.queue_timeout_s),
-            },
-        )
-
-    async def ask(self, what: str, job: str) -> None:
-        """Cancel a job or ask for its status."""
-        self._world.broker.note(f"=== {what} {job}")
-        subject = self._names.cancel(TENANT, job) if what == "cancel" else self._names.status(TENANT, job)
-        await self._bus.publish(subject, b"", reply="_INBOX.default.control")
-
-    async def _on_answer(self, message: Msg) -> None:
-        job = self._jobs.get(message.subject)
-        headers = message.headers or {}
-        if job is None:
-            return
-        if headers.get(subjects.HDR_EVENT) == "accepted":
-            answer = "attached" if subjects.HDR_ATTACHED in headers else "accepted"
-        elif headers.get(subjects.HDR_EVENT) == "error":
-            answer = json.loads(message.data)["error"]["code"]
-        else:
-            return
-        self._world.broker.note(f"answer to {job}: {answer}")
-        self._world.requests[job].answers.append(answer)
+            until = self.now() + self.uniform(0.02, 1.5)
+            for process in part.processes if self.rng.random() < 0.5 else [self.rng.choice(part.processes)]:
+                process.paused_until = until
 
 
 class _Errors(logging.Handler):
@@ -686,7 +409,9 @@ class _Errors(logging.Handler):
         self._world = world
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info is not None and not self._world.is_over:
+        if record.exc_info is None or self._world.is_over:
+            return
+        if not isinstance(record.exc_info[1], BrokerError):  # a request that a broker in trouble could not answer
             self._world.check.fail(f"UNEXPECTED: {record.getMessage()}: {record.exc_info[1]!r}")
 
 
@@ -707,6 +432,10 @@ def _virtual(world: World) -> Iterator[None]:
             patch.object(uuid, "uuid4", lambda: uuid.UUID(int=ids.getrandbits(128))),
             patch("headrace.worker.worker.read_host_memory", lambda: None),
             patch("headrace.monitor.guard.disconnects", world.disconnects),
+            patch("headrace.worker.worker.Pulse", ModelPulse),
+            patch("headrace.worker.pulse.asyncio", SimulatedAsyncio()),
+            patch("headrace.worker.pulse.connect", world.connect),
+            patch.object(ModelPulse, "new_thread", world.new_thread, create=True),
         ):
             yield
     finally:
@@ -725,8 +454,6 @@ def play(scenario: Scenario) -> World:
         try:
             loop.set_exception_handler(lambda _, context: _on_loop_error(world, context))
             loop.run_until_complete(world.play())
-        except Violation:
-            pass
         finally:
             world.is_over = True
             _clean_up(world)
@@ -743,7 +470,8 @@ def _clean_up(world: World) -> None:
     """End all tasks, those of the dead too, with nothing reaching the broker."""
     loop = world.loop
     for part in world.parts:
-        world.broker.disconnect(part.link, loses_half=True)
+        for link in (part.link, *(link for _, link, _ in part.threads)):
+            world.broker.disconnect(link, loses_half=True)
     for process in loop.processes:
         process.is_dead = process.is_hung = False
         process.paused_until = 0.0

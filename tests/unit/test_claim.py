@@ -142,7 +142,7 @@ class TestMyOwnStarted:
     def test_of_an_earlier_epoch_is_another_owner(self) -> None:
         before = msgspec.structs.replace(ME, epoch="before")
         state = log(event("accepted"), started(before))
-        assert decide(situation(state, owner_seen=beat(epoch="e"))) == Decision(Action.REQUEUE, lost=before)
+        assert decide(situation(state, owner_seen=beat(epoch="e", revision=160))) == Decision(Action.REQUEUE, lost=before)
 
 
 class TestMeButNotRunning:
@@ -324,3 +324,17 @@ def test_what_a_worker_sees_of_others_never_ends_a_job(one: Situation, other: Si
     )
     first, second = decide(one).action, decide(mixed).action
     assert (first in ends or second in ends) <= (first is second)
+
+
+class TestStaleReadOfTheOwnersKey:
+    """A follower may answer with what the key held before the owner claimed; that says nothing about the owner."""
+
+    def test_of_an_older_epoch(self) -> None:
+        state = log(event("accepted"), started(OTHER))
+        older = beat(epoch="long-ago", revision=OTHER.beat - 1)
+        assert decide(situation(state, owner_seen=older)) == Decision(Action.DROP)
+
+    def test_of_an_expiry_marker(self) -> None:
+        state = log(event("accepted"), started(OTHER))
+        marker = SeenBeat(revision=OTHER.beat - 1, beat=None)
+        assert decide(situation(state, owner_seen=marker)) == Decision(Action.DROP)

@@ -24,7 +24,7 @@ def test_concurrency_and_memory_are_checked_together() -> None:
     ledger.reserve(2, 10)
     assert not ledger.has_slot
     assert not ledger.fits(1)
-    with pytest.raises(ValueError, match="cannot reserve 1 tokens for message 3"):
+    with pytest.raises(ValueError, match="cannot reserve 1 tokens for 3"):
         ledger.reserve(3, 1)
 
 
@@ -51,7 +51,7 @@ def test_what_could_never_fit() -> None:
 def test_a_message_is_reserved_once() -> None:
     ledger = Ledger(capacity_tokens=100, max_concurrency=4)
     ledger.reserve(1, 10)
-    with pytest.raises(ValueError, match="message 1"):
+    with pytest.raises(ValueError, match="for 1"):
         ledger.reserve(1, 10)
     assert ledger.reserved_tokens == 10
 
