@@ -142,7 +142,9 @@ class TestMyOwnStarted:
     def test_of_an_earlier_epoch_is_another_owner(self) -> None:
         before = msgspec.structs.replace(ME, epoch="before")
         state = log(event("accepted"), started(before))
-        assert decide(situation(state, owner_seen=beat(epoch="e", revision=160))) == Decision(Action.REQUEUE, lost=before)
+        assert decide(situation(state, owner_seen=beat(epoch="e", revision=160))) == Decision(
+            Action.REQUEUE, lost=before
+        )
 
 
 class TestMeButNotRunning:

@@ -59,7 +59,9 @@ class Lines:
 
 async def test_output_comes_line_by_line_and_its_end_is_kept() -> None:
     lines = Lines()
-    code = "import sys; [print('line', n, flush=True) for n in range(100)]; print('oh no', file=sys.stderr); sys.exit(3)"
+    code = (
+        "import sys; [print('line', n, flush=True) for n in range(100)]; print('oh no', file=sys.stderr); sys.exit(3)"
+    )
     async with ChildProcess(python(code), name="printer", on_line=lines) as child:
         assert await asyncio.wait_for(child.wait(), WITHIN_S) == 3
         assert child.tail().splitlines()[-2:] == ["line 99", "oh no"]
