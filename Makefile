@@ -4,6 +4,7 @@ PYTHON ?= python3
 UV := uv==0.13.9
 LOCK_FLAGS ?=
 PYTEST_ARGS ?=
+SCHEDULES ?= 1000
 
 py := .venv/bin/python
 pip := $(py) -m pip --disable-pip-version-check --quiet --quiet --no-input
@@ -11,13 +12,14 @@ pip := $(py) -m pip --disable-pip-version-check --quiet --quiet --no-input
 fingerprint := { pwd; find services schemas -type f ! -name '*.pyc' | LC_ALL=C sort; cat pyproject.toml services/__init__.py; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup _setup demo test check format lock clean
+.PHONY: help setup _setup demo test soak check format lock clean
 
 help:
 	@echo 'Headrace: LLM requests over NATS JetStream.'
 	@echo
 	@echo '  make demo     set up, start all parts, ask a real model, kill a worker in mid-answer'
 	@echo '  make test     set up and run every test          (PYTEST_ARGS="-k name -x" chooses)'
+	@echo '  make soak     play random fault schedules for a long time   (SCHEDULES=1000 says how many)'
 	@echo '  make check    format, lint, types, import rules, unit and property tests'
 	@echo '  make format   apply the formatter and the fixes of the linter'
 	@echo '  make setup    only make .venv, from requirements.lock'
@@ -59,6 +61,10 @@ demo: setup
 test: setup
 	@echo '==> pytest'
 	@$(py) -m pytest $(PYTEST_ARGS)
+
+soak: setup
+	@echo '==> $(SCHEDULES) random fault schedules'
+	@$(py) -m tests.faults.soak --schedules $(SCHEDULES)
 
 check: setup
 	@echo '==> ruff format'

@@ -19,7 +19,6 @@ EventKind = Literal["accepted", "started", "delta", "requeued", "done", "failed"
 EVENT_KINDS: Final[frozenset[str]] = frozenset(get_args(EventKind))
 
 _HDR_DEAD: Final = "Headrace-Dead"
-_OWN_REPORT_SLASHES: Final = 3
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,11 +212,6 @@ def requeued(job: str, *, attempt: int, offset: int, reason: str, lost: Owner | 
         lost=fault,
         reason=reason,
     )
-
-
-def is_own_report(fault: str) -> bool:
-    """Whether the worker itself reported that fault: it lives, so it was its engine that failed."""
-    return fault.count("/") == _OWN_REPORT_SLASHES
 
 
 def done(job: str, owner: Owner, *, attempt: int, offset: int, data: bytes, body_hash: str) -> Event:

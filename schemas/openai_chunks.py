@@ -13,7 +13,8 @@ from headrace.schemas.openai import Operation
 
 __all__ = ["ChunkEncoder", "decode_chunk"]
 
-_CHUNK_OBJECTS: Final = {"chat": "chat.completion.chunk", "completions": "text_completion"}
+_CHUNK_OBJECTS: Final = {"chat": "chat.completion.chunk", "completions": "text_completion", "embeddings": "list"}
+"""An embeddings call has no chunks; its one answer is the response."""
 
 
 class ChunkEncoder:

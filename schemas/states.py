@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from headrace.schemas.events import Event, EventKind, Owner, is_own_report
+from headrace.schemas.events import Event, EventKind, Owner
 
 State = Literal["queued", "running", "done", "failed", "cancelled", "expired"]
 
@@ -68,12 +68,11 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     is_whole: bool = True
 
     def is_suspect(self, *, max_faults: int) -> bool:
-        """Whether the job may be what its engines fail of: one failed under it and its worker lived to say so, or one
-        more fault is the last. Two such jobs in one engine would die of each other's faults.
+        """Whether one more fault is the last, so that it may be what its engines fail of.
+
+        Two such jobs in one engine would die of each other's faults.
         """
-        if not self.faults:
-            return False
-        return len(self.faults) >= max_faults - 1 or any(is_own_report(fault) for fault in self.faults)
+        return bool(self.faults) and len(self.faults) >= max_faults - 1
 
     @property
     def is_terminal(self) -> bool:

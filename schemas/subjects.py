@@ -108,6 +108,17 @@ def is_model_name(text: str) -> bool:
     return 0 < size_bytes <= MAX_MODEL_BYTES and not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in text)
 
 
+def is_reply(subject: str, prefix: str) -> bool:
+    """Whether an answer may be sent there: to nothing of the broker's own, nor what this deployment serves or stores.
+
+    Whose inbox it is, is a matter of the caller, who knows the tenant.
+    """
+    parts = subject.split(".")
+    if not subject.isprintable() or any(part in ("", "*", ">") or " " in part for part in parts):
+        return False
+    return not subject.startswith(("$", f"{prefix}."))
+
+
 def model_to_token(model: str) -> str:
     """A model name as one NATS token, reversibly: bytes outside `[A-Za-z0-9_-]` become `=HH`.
 

@@ -19,6 +19,7 @@ __all__ = ["Backoff", "ChildProcess", "stop_event", "wait_first"]
 log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG: Final = 1
+_SAME_SIGNAL_S: Final = 0.3
 _NUM_TAIL_LINES: Final = 60
 _LAST_OUTPUT_S: Final = 0.5
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -26,17 +27,24 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 @contextlib.asynccontextmanager
 async def stop_event(
-    signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
+    signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
 ) -> AsyncIterator[asyncio.Event]:
     """The process's one stop event: the first signal sets it, a second exits at once with 128 + its number."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
     installed = tuple(signals)
 
+    first_at = -math.inf
+
     def on_signal(number: int) -> None:
-        if event.is_set():
+        # One Ctrl-C may arrive twice: a child that is just being forked shares our wake-up pipe until it executes.
+        nonlocal first_at
+        now = time.monotonic()
+        if not event.is_set():
+            first_at = now
+            event.set()
+        elif now - first_at > _SAME_SIGNAL_S:
             os._exit(128 + number)
-        event.set()
 
     for number in installed:
         loop.add_signal_handler(number, on_signal, number)

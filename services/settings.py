@@ -18,6 +18,7 @@ __all__ = ["ENV_PREFIX", "Settings", "default_state_dir", "describe", "load"]
 
 ENV_PREFIX: Final = "HEADRACE_"
 _CONFIG_VARIABLE: Final = "HEADRACE_CONFIG"
+_URL_SCHEMES: Final = ("nats://", "tls://", "ws://", "wss://")
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
@@ -70,6 +71,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError(
                 f"prefix is {self.prefix!r}; allowed: letters, digits, _ and -, in parts joined by dots, 64 in all"
             )
+        for key in ("nats_url", "nats_system_url"):
+            url = getattr(self, key)
+            if url is not None and not url.startswith(_URL_SCHEMES):
+                raise ConfigError(f"{key} is {url[:80]!r}; allowed: a URL that begins with {', '.join(_URL_SCHEMES)}")
         if self.worker_id is not None and not is_worker_id(self.worker_id):
             raise ConfigError(f"worker_id is {self.worker_id!r}; allowed: 1 to 64 of A-Z a-z 0-9 _ -")
         if self.replicas not in (1, 3, 5):

@@ -12,6 +12,7 @@ import headrace.client
 from headrace.bus.connection import Bus, connect
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.client import Client
+from headrace.monitor import run_monitor
 from headrace.router import run_router
 from headrace.settings import Settings
 from headrace.worker.engines.base import Engine
@@ -23,7 +24,7 @@ MODEL = "sim-model"
 
 
 class Part:
-    """A running router or worker: `stop` drains it, `kill` ends it with nothing said to anybody."""
+    """A running router, worker or monitor: `stop` drains it, `kill` ends it with what it holds not handed back."""
 
     def __init__(self, task: asyncio.Task[None], stopping: asyncio.Event) -> None:
         self._task = task
@@ -38,6 +39,14 @@ class Part:
         """End it at once."""
         self._task.cancel()
         await asyncio.wait([self._task])
+
+    async def failure(self, *, timeout_s: float = 10.0) -> BaseException:
+        """Wait until it ends by itself; what it raised. For parts that were started with `may_fail`."""
+        done, _ = await asyncio.wait([self._task], timeout=timeout_s)
+        assert done, "it runs on"
+        error = self._task.exception()
+        assert error is not None, "it ended as if nothing was wrong"
+        return error
 
 
 class Deployment:
@@ -59,25 +68,43 @@ class Deployment:
     async def router(self) -> Part:
         """Start a router and wait until it answers."""
         part = self._start(lambda bus, stop: run_router(bus, stop=stop), "router")
-        await until(self._router_answers)
+        await until(lambda: self._answers(self.bus.names.status("default", "nothing")))
+        return part
+
+    async def monitor(self, *, url: str | None = None) -> Part:
+        """Start a monitor and wait until it answers; `url` is another way to the broker."""
+        part = self._start(lambda bus, stop: run_monitor(bus, stop=stop), "monitor", url=url)
+        await until(lambda: self._answers(self.bus.names.monitor_state()))
         return part
 
     async def worker(
-        self, engine: Engine | None = None, *, model: str = MODEL, worker: str | None = None, **options: Any
+        self,
+        engine: Engine | None = None,
+        *,
+        model: str = MODEL,
+        worker: str | None = None,
+        url: str | None = None,
+        may_fail: bool = False,
+        is_awaited: bool = True,
+        **options: Any,
     ) -> Part:
-        """Start a worker and wait until it is ready."""
+        """Start a worker and wait until it is ready; `url` is another way to the broker than the deployment's."""
         self._num_workers += 1
         worker = worker or f"w{self._num_workers}"
         running = engine if engine is not None else sim()
         told = WorkerOptions(worker=worker, model=model, **options)
-        part = self._start(lambda bus, stop: run_worker(bus, running, told, stop=stop), worker)
-
-        async def is_ready() -> bool:
-            seen = await WorkersBucket(self.bus).get(worker)
-            return seen is not None and seen.beat is not None and seen.beat.state in ("Ready", "Busy")
-
-        await until(is_ready)
+        part = self._start(
+            lambda bus, stop: run_worker(bus, running, told, stop=stop), worker, url=url, may_fail=may_fail
+        )
+        if is_awaited:
+            await until(lambda: self.is_ready(worker))
         return part
+
+    async def is_ready(self, worker: str) -> bool:
+        """Whether a worker says that it can take requests, or would if it were not full."""
+        seen = await WorkersBucket(self.bus).get(worker)
+        beat = seen.beat if seen is not None else None
+        return beat is not None and not beat.is_tombstone and beat.state in ("Ready", "Busy")
 
     async def stop(self) -> None:
         """Stop what still runs."""
@@ -85,20 +112,21 @@ class Deployment:
             if not part._task.done():
                 await part.stop()
 
-    def _start(self, run: Any, name: str) -> Part:
+    def _start(self, run: Any, name: str, *, url: str | None = None, may_fail: bool = False) -> Part:
         stopping = asyncio.Event()
 
         async def go() -> None:
-            async with connect(self.url, self.settings, name=name) as bus:
+            async with connect(url or self.url, self.settings, name=name) as bus:
                 await run(bus, stopping)
 
-        part = Part(self._group.create_task(go(), name=name), stopping)
+        task = asyncio.create_task(go(), name=name) if may_fail else self._group.create_task(go(), name=name)
+        part = Part(task, stopping)
         self._parts.append(part)
         return part
 
-    async def _router_answers(self) -> bool:
+    async def _answers(self, subject: str) -> bool:
         with contextlib.suppress(headrace.errors.BrokerError):
-            await self.bus.request(self.bus.names.status("default", "nothing"), timeout_s=0.5)
+            await self.bus.request(subject, timeout_s=0.5)
             return True
         return False
 

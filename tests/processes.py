@@ -12,8 +12,13 @@ from tests.deployment import until
 __all__ = ["part", "serving"]
 
 
-def part(*arguments: str, url: str, prefix: str, state_dir: Path, **variables: str) -> ChildProcess:
-    """A child running `headrace <arguments>` against a broker; `variables` go to its environment."""
+def part(
+    *arguments: str, url: str, prefix: str, state_dir: Path, program: str | None = None, **variables: str
+) -> ChildProcess:
+    """A child running `headrace <arguments>` against a broker; `variables` go to its environment.
+
+    `program` is Python that is run with those arguments instead of the command.
+    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HEADRACE_", "OTEL_"))}
     environment = {
         **inherited,
@@ -23,9 +28,8 @@ def part(*arguments: str, url: str, prefix: str, state_dir: Path, **variables: s
         "HEADRACE_GRACE_S": "5",
         **variables,
     }
-    return ChildProcess(
-        [sys.executable, "-m", "headrace.cli", *arguments], name=" ".join(arguments[:2]), env=environment
-    )
+    run = ["-m", "headrace.cli"] if program is None else ["-c", program]
+    return ChildProcess([sys.executable, *run, *arguments], name=" ".join(arguments[:2]), env=environment)
 
 
 async def serving(client: Client, model: str) -> None:

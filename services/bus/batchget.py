@@ -1,6 +1,7 @@
 """Many messages of a stream in one request: the batched direct-get API, which nats-py does not offer."""
 
 import contextlib
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import msgspec
@@ -11,7 +12,7 @@ from headrace.bus.connection import Bus
 from headrace.errors import BrokerUnavailableError
 from headrace.schemas import subjects
 
-__all__ = ["batch_get", "multi_last"]
+__all__ = ["batch_each", "batch_get", "multi_last"]
 
 _BATCH: Final = 1000
 _MAX_BATCH_BYTES: Final = 8 * 1024 * 1024
@@ -22,28 +23,38 @@ _STATUS_EOB = "204"
 _STATUS_NONE = ("404", "408")
 
 
-async def batch_get(
+async def batch_each(
     bus: Bus, stream: str, subject: str, *, from_sequence: int, up_to: int | None = None, limit: int | None = None
-) -> list[Msg]:
+) -> AsyncIterator[Msg]:
     """Stored messages of a subject from a sequence on, in order: all, those up to another sequence, or the first few.
 
-    Raises BrokerUnavailableError where the broker does not send the whole of it in time.
+    Holds one batch in memory. Raises BrokerUnavailableError where the broker does not send it in time.
     """
-    messages: list[Msg] = []
-    sequence = max(from_sequence, 1)
+    sequence, num_given = max(from_sequence, 1), 0
     while True:
-        wanted = _BATCH if limit is None else min(_BATCH, limit - len(messages))
+        wanted = _BATCH if limit is None else min(_BATCH, limit - num_given)
         if up_to is not None:
             wanted = min(wanted, up_to - sequence + 1)
         if wanted <= 0:
-            return messages
+            return
         payload = {"batch": wanted, "max_bytes": _MAX_BATCH_BYTES, "seq": sequence, "next_by_subj": subject}
         batch = await _request_many(bus, stream, payload)
-        messages += (message for message in batch if up_to is None or _sequence(message) <= up_to)
+        for message in batch:
+            if up_to is None or _sequence(message) <= up_to:
+                num_given += 1
+                yield message
         # The broker may send fewer than asked for.
         if not batch or (batch[-1].headers or {}).get(_HDR_NUM_PENDING, "0") == "0":
-            return messages
+            return
         sequence = _sequence(batch[-1]) + 1
+
+
+async def batch_get(
+    bus: Bus, stream: str, subject: str, *, from_sequence: int, up_to: int | None = None, limit: int | None = None
+) -> list[Msg]:
+    """What `batch_each` gives, as a list."""
+    found = batch_each(bus, stream, subject, from_sequence=from_sequence, up_to=up_to, limit=limit)
+    return [message async for message in found]
 
 
 async def multi_last(bus: Bus, stream: str, subject: str) -> list[Msg]:

@@ -40,13 +40,16 @@ class WorkersBucket:
         """The stream behind the bucket."""
         return self._stream
 
-    async def put(self, beat: Heartbeat, *, expected_revision: int, ttl_s: float) -> StoreResult:
+    async def put(
+        self, beat: Heartbeat, *, expected_revision: int, ttl_s: float, timeout_s: float | None = None
+    ) -> StoreResult:
         """Write a beat if the key's revision is still `expected_revision`; it expires after `ttl_s` (1 s at least)."""
         headers = {
             subjects.HDR_EXPECTED_LAST_SUBJECT_SEQUENCE: str(expected_revision),
             subjects.HDR_TTL: str(max(1, math.ceil(ttl_s))),
         }
-        return await self._bus.store(f"{self._subject}.{beat.worker}", msgspec.json.encode(beat), headers=headers)
+        subject = f"{self._subject}.{beat.worker}"
+        return await self._bus.store(subject, msgspec.json.encode(beat), headers=headers, timeout_s=timeout_s)
 
     async def get(self, worker: str) -> SeenBeat | None:
         """The key as it stands; None if it was never written, `beat` None if it expired."""

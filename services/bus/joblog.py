@@ -9,6 +9,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from headrace.bus.batchget import batch_get
+from headrace.bus.clock import format_time
 from headrace.bus.connection import (
     ERR_CONSUMER_NOT_FOUND,
     ERR_MESSAGE_NOT_FOUND,
@@ -122,11 +123,14 @@ class JobLog:
             return fold([last])
         return fold(await self.read(tenant, job))
 
-    async def deliver(self, tenant: str, job: str, inbox: str, *, from_sequence: int = 1) -> JobDelivery:
+    async def deliver(
+        self, tenant: str, job: str, inbox: str, *, from_sequence: int = 1, after_s: float = 0.0
+    ) -> JobDelivery:
         """Have the broker send a job's events, past and coming, to an inbox.
 
         It ends when nobody has listened there for a while, or by `stop_delivery`. The broker sends only to an inbox
         that is subscribed to by its own name; a subscription with wildcards is not interest enough (`is_bound`).
+        With `after_s` it begins only then.
         """
         subject = self._names.log(tenant, job)
         name = f"{DELIVERY_PREFIX}{self._bus.nc._nuid.next().decode()}"
@@ -142,6 +146,8 @@ class JobLog:
             "num_replicas": 1,
             "inactive_threshold": _DELIVERY_IDLE_S * _NANOSECONDS,
         }
+        if after_s:
+            config["pause_until"] = format_time(self._bus.clock.now() + after_s)
         stream = self._stream(job)
         try:
             data = await self._bus.api(

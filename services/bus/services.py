@@ -15,6 +15,7 @@ from headrace.bus.connection import Bus
 from headrace.errors import BrokerError
 from headrace.schemas import subjects
 from headrace.schemas.refusals import Refusal
+from headrace.schemas.subjects import is_reply
 
 __all__ = ["Endpoint", "IncomingRequest", "answering", "refuse", "reply_with"]
 
@@ -97,8 +98,12 @@ async def answering(
 async def reply_with(
     bus: Bus, request: IncomingRequest, body: object, headers: Mapping[str, str] | None = None
 ) -> None:
-    """Answer with a JSON body, if an answer is wanted."""
-    if request.reply:
+    """Answer with a JSON body, if an answer is wanted and may go there.
+
+    NATS does not check what a client names as its reply, so whoever answers must: an answer must not land in a stream
+    of ours, in the broker's own subjects, or in an inbox of another service.
+    """
+    if request.reply and is_reply(request.reply, bus.names.prefix):
         await bus.publish(request.reply, msgspec.json.encode(body), headers=headers)
 
 

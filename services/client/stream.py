@@ -258,7 +258,7 @@ class JobStream:
     async def _missing(self) -> list[Event]:
         """Read on from the log; empty while it cannot be read, which the next silence tries again."""
         try:
-            events = await self._log.read_delivered(self._tenant, self.job, from_sequence=self._chain.sequence + 1)
+            events = await self._log.read(self._tenant, self.job, from_sequence=self._chain.sequence + 1)
         except BrokerError as error:
             log.warning("job %s: its log cannot be read now: %s", self.job, error)
             return []

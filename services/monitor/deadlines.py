@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from headrace.bus.batchget import batch_get
+from headrace.bus.batchget import batch_each
 from headrace.bus.connection import Bus, Message, Stored
 from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import JobQueue
@@ -96,7 +96,8 @@ class Deadlines:
     async def _read_queue(self, model: str) -> None:
         present: set[tuple[str, int]] = set()
         names = self._bus.names
-        for message in await batch_get(self._bus, names.jobs_stream(model), names.jobs_filter(model), from_sequence=1):
+        stream, subject = names.jobs_stream(model), names.jobs_filter(model)
+        async for message in batch_each(self._bus, stream, subject, from_sequence=1):
             headers = message.headers or {}
             job = decode_job(headers, b"")
             if job is not None:
@@ -126,7 +127,20 @@ class Deadlines:
                     heapq.heappush(self._due, (now + _AGAIN_S, model, sequence))
 
     async def _end(self, job: Job, sequence: int, now: float) -> bool:
-        """Whether nothing is left to watch for: the job ended, by us or before."""
+        """Whether nothing is left to watch for: the job ended, by us or before.
+
+        Anybody may publish a wake, so the stored message decides which job it is and when its time is up.
+        """
+        headers = await JobQueue(self._bus, job.model).headers_of(sequence)
+        stored = decode_job(headers, b"")
+        if headers is None or stored is None:
+            return True
+        if headers.get(subjects.HDR_MSG_ID) != self._bus.names.message_id(stored.tenant, stored.job):
+            return True
+        if stored != job:
+            self._jobs.pop((job.model, sequence), None)
+            self.note(stored, sequence)
+            return False
         for _ in range(_MAX_APPENDS):
             state = await self._log.state(job.tenant, job.job)
             if state.is_terminal:
@@ -144,10 +158,7 @@ class Deadlines:
         return False
 
     async def _after_end(self, job: Job, sequence: int, worker: str | None) -> None:
-        queue = JobQueue(self._bus, job.model)
-        headers = await queue.headers_of(sequence)
-        if headers is not None and headers.get(subjects.HDR_MSG_ID) == self._bus.names.message_id(job.tenant, job.job):
-            await queue.delete(sequence)
+        await JobQueue(self._bus, job.model).delete(sequence)
         if worker is not None:
             nudge = WorkerNudge(kind="cancelled", tenant=job.tenant, job=job.job)
             await self._bus.publish(self._bus.names.ctl(worker), msgspec.json.encode(nudge))

@@ -24,7 +24,7 @@ __all__ = ["Evictor"]
 
 log = logging.getLogger(__name__)
 
-_TOMBSTONE_TTL_S: Final = 3600.0
+_TOMBSTONE_TTL_S: Final = 600.0
 _MAX_APPENDS: Final = 4
 _MAX_REMEMBERED: Final = 100_000
 

@@ -24,7 +24,7 @@ _TICK_S: Final = 0.1
 _MAX_LAG_S: Final = 0.5
 _SWEEP_S: Final = 0.5
 _RETRY_LISTEN_S: Final = 5.0
-_SHUTDOWN_REASON: Final = "Server Shutdown"
+_CLOSED_REASON: Final = "Client Closed"
 
 
 class Guard:
@@ -61,8 +61,11 @@ class Guard:
                 await asyncio.sleep(_RETRY_LISTEN_S)
 
     async def on_disconnect(self, notice: Disconnect) -> None:
-        """The broker says that a connection ended: if it was a worker's, its process is gone."""
-        if notice.reason == _SHUTDOWN_REASON:
+        """The broker says that a connection ended: if it was a worker's and the client closed it, its process is gone.
+
+        Other reasons are troubles of the network or the broker, which the worker may outlive.
+        """
+        if notice.reason != _CLOSED_REASON:
             return
         for worker, seen in list(self._view.workers.items()):
             beat = seen.beat
@@ -85,6 +88,9 @@ class Guard:
             self._evicting.discard(worker)
 
     async def _evict(self, suspect: Suspect) -> None:
+        now = await self._view.refresh(suspect.last_beat.worker)
+        if now is not None and now.revision != suspect.seen.revision:
+            return  # it has beaten, or left, or somebody was faster
         if await self._evictor.evict(suspect.seen, suspect.last_beat, reason=suspect.reason):
             await self._sweep.after_eviction(suspect.last_beat, self._view.beats)
         await self._view.refresh(suspect.last_beat.worker)

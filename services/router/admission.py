@@ -12,7 +12,7 @@ from headrace.schemas.refusals import Refusal
 from headrace.schemas.subjects import INBOX, LANES, QueueName, Tenant, is_job_id, is_model_name, is_name
 from headrace.settings import Settings
 
-__all__ = ["Wish", "check_reply", "is_answerable", "read_wish"]
+__all__ = ["Wish", "check_reply", "read_wish"]
 
 MAX_HEADER_BYTES: Final = 8_192
 """All headers of a request together."""
@@ -39,18 +39,13 @@ def check_reply(reply: str, tenant: str, other_tenants: frozenset[str]) -> Refus
     subject a client names as its reply, so whoever answers there must.
     """
     parts = reply.split(".")
-    if len(parts) < 2 or parts[0] != INBOX or "" in parts:
+    if len(parts) < 2 or parts[0] != INBOX or any(part in ("", "*", ">") for part in parts):
         return Refusal(code="invalid_value", message="the reply subject must be an inbox (_INBOX.…)", param="reply")
     if parts[1].startswith("_") or (parts[1] != tenant and parts[1] in other_tenants):
         return Refusal(
             code="invalid_value", message="the reply subject lies in an inbox of somebody else", param="reply"
         )
     return None
-
-
-def is_answerable(reply: str, prefix: str) -> bool:
-    """Whether a refused reply subject may at least be told so: never an inbox, nor a subject of NATS's or ours."""
-    return not reply.startswith((f"{INBOX}.", "$", "_", f"{prefix}."))
 
 
 def read_wish(

@@ -50,7 +50,8 @@ class Control:
             return
         queued = None if state.is_terminal else await self._message(tenant, job, state)
         if queued is not None and self._bus.clock.now() > queued.deadline_at:
-            await self._append(tenant, state, end_of(state, queued, deadline_exceeded(queued)), queued)
+            if await self._append(tenant, state, end_of(state, queued, deadline_exceeded(queued)), queued):
+                await self._after_end(tenant, job, state, queued)
             state = await self._log.state(tenant, job)
         await reply_with(self._bus, incoming, await self._describe(tenant, job, state))
 

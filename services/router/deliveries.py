@@ -18,6 +18,7 @@ _LINGER_S: Final = 2.0
 """How long after a job's end its deliveries stay, so that a slow one is complete; the broker ends idle ones anyway."""
 _MAX_KEPT: Final = 100_000
 _TICK_S: Final = 0.5
+_SECURED_FOR_S: Final = 2.0
 
 
 class Deliveries:
@@ -33,12 +34,20 @@ class Deliveries:
         self._kept: dict[tuple[str, str], list[str]] = {}
         self._ended: list[tuple[float, tuple[str, str]]] = []
 
-    async def add(self, tenant: str, job: str, inbox: str) -> None:
+    async def secure(self, tenant: str, job: str, inbox: str) -> str:
+        """Have the broker begin by itself, a little later, unless `add` comes first; returns what to give it.
+
+        Made before `accepted` is answered: a router that dies right after that leaves nobody waiting for nothing.
+        """
+        return (await self._log.deliver(tenant, job, inbox, after_s=_SECURED_FOR_S)).name
+
+    async def add(self, tenant: str, job: str, inbox: str, *, instead_of: str) -> None:
         """Send the job's events, from the first, to an inbox.
 
         An inbox that is subscribed to only through a wildcard gets nothing from the broker's own delivery, so its
         events are forwarded, by this router and for as long as it lives.
         """
+        await self._log.stop_delivery(job, instead_of)
         delivery = await self._log.deliver(tenant, job, inbox)
         if not delivery.is_bound:
             await self._log.stop_delivery(job, delivery.name)
@@ -87,6 +96,9 @@ class Deliveries:
         due = [key for at, key in self._ended if at <= now]
         self._ended = [entry for entry in self._ended if entry[0] > now]
         for key in due:
+            last = await self._log.last(*key)
+            if last is not None and not last.is_terminal:  # anybody can publish that notice
+                continue
             for name in self._kept.pop(key, []):
                 try:
                     await self._log.stop_delivery(key[1], name)

@@ -11,7 +11,7 @@ from headrace.bus.joblog import JobLog
 from headrace.bus.services import IncomingRequest, refuse, reply_with
 from headrace.errors import BrokerError
 from headrace.lifecycle import Backoff
-from headrace.router.admission import Wish, check_reply, is_answerable, read_wish
+from headrace.router.admission import Wish, check_reply, read_wish
 from headrace.router.deliveries import Deliveries
 from headrace.router.models import Models
 from headrace.router.position import eta_s, position, retry_after_s, waiting_of
@@ -86,7 +86,7 @@ class Ingress:
             if refusal := check_reply(incoming.reply, tenant, self._tenants()):
                 log.info("a request of tenant %s was refused: %s", tenant, refusal.message)
                 span.fail(refusal.code)
-                if is_answerable(incoming.reply, self._names.prefix):
+                if not incoming.reply.startswith(f"{subjects.INBOX}."):  # else it is somebody's, and not told
                     await refuse(self._bus, incoming, refusal)
                 return None
         wish = read_wish(
@@ -159,9 +159,10 @@ class Ingress:
         else:
             return await self._duplicate(incoming, wish, job, result, span)
         body = await self._accepted_body(wish, job.job, result.sequence)
+        secured = await self._secure(incoming, job.tenant, job.job)
         await self._answer(incoming, body)
         await self._append_accepted(job, body)
-        await self._deliver(incoming, job.tenant, job.job)
+        await self._deliver(incoming, job.tenant, job.job, secured)
         return None
 
     async def _duplicate(
@@ -198,8 +199,9 @@ class Ingress:
             return _other_body()
         span.set({**job_attributes(job=job, tenant=wish.tenant), "headrace.attached": True})
         body = await self._accepted_body(wish, job, state.queue_sequence, state)
+        secured = await self._secure(incoming, wish.tenant, job)
         await self._answer(incoming, body, is_attached=True)
-        await self._deliver(incoming, wish.tenant, job)
+        await self._deliver(incoming, wish.tenant, job, secured)
         return None
 
     async def _accepted_body(
@@ -229,9 +231,15 @@ class Ingress:
             headers[subjects.HDR_ATTACHED] = "1"
         await reply_with(self._bus, incoming, body, headers)
 
-    async def _deliver(self, incoming: IncomingRequest, tenant: str, job: str) -> None:
-        if incoming.reply and incoming.reply != self._names.job_inbox(tenant, job):
-            await self._deliveries.add(tenant, job, incoming.reply)
+    async def _secure(self, incoming: IncomingRequest, tenant: str, job: str) -> str | None:
+        """Provide for a client on an inbox of its own in case we die between the answer and the delivery."""
+        if not incoming.reply or incoming.reply == self._names.job_inbox(tenant, job):
+            return None
+        return await self._deliveries.secure(tenant, job, incoming.reply)
+
+    async def _deliver(self, incoming: IncomingRequest, tenant: str, job: str, secured: str | None) -> None:
+        if secured is not None:
+            await self._deliveries.add(tenant, job, incoming.reply, instead_of=secured)
 
 
 def _other_body() -> Refusal:

@@ -11,7 +11,7 @@ from headrace.errors import BrokerUnavailableError, NotProvisionedError
 from headrace.lifecycle import Backoff
 from headrace.schemas.events import Event
 
-__all__ = ["Appended", "Ended", "Fenced", "LogWriter", "Verdict", "judge"]
+__all__ = ["Appended", "Ended", "Fenced", "LogWriter", "TooLarge", "Verdict", "judge"]
 
 _STALE_READS_FOR_S: Final = 2.0
 _RETRY_FIRST_S: Final = 0.01
@@ -32,6 +32,12 @@ class Ended(msgspec.Struct, frozen=True):
 
 class Fenced(msgspec.Struct, frozen=True):
     """The job is no longer ours: abort, free, forget; no ack, no NAK."""
+
+    reason: str
+
+
+class TooLarge(msgspec.Struct, frozen=True):
+    """The event is larger than a message of the broker can be; it never will be stored."""
 
     reason: str
 
@@ -74,7 +80,7 @@ class LogWriter:
         self._ttl_s = ttl_s
         self._retry_for_s = retry_for_s
 
-    async def append(self, event: Event) -> Appended | Ended | Fenced:
+    async def append(self, event: Event) -> Appended | Ended | Fenced | TooLarge:
         """Append one event and say what came of it; a lost acknowledgement is recognised, never doubled."""
         repeats = Backoff(first_s=_RETRY_FIRST_S, max_s=_RETRY_MAX_S, for_s=self._retry_for_s)
         while not repeats.is_over:
@@ -83,7 +89,7 @@ class LogWriter:
                 self.sequence = result.sequence
                 return Appended(result.sequence)
             if not isinstance(result, Unknown) and result.is_too_large:
-                return Fenced(f"the log refuses the event: {result.description}")
+                return TooLarge(result.description)
             verdict, last = await self._look(event)
             if verdict is Verdict.STORED and last is not None:
                 self.sequence = last.sequence

@@ -60,6 +60,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     max_faults: int
     fits: bool
     is_running_here: bool = False
+    is_another_body: bool = False
     owner_seen: SeenBeat | None = None
 
 
@@ -67,6 +68,8 @@ def decide(s: Situation) -> Decision:
     """The row that applies; rows are tried in the table's order."""
     if s.state.is_terminal:
         return Decision(Action.ACK)
+    if s.is_another_body:
+        return Decision(Action.DROP)  # another request under a used id; it is settled when the job has ended
     if s.state.last is None and s.now > s.deadline_at + s.log_retention_s:
         return Decision(Action.ACK)  # its log has expired: a stale message must never run a finished job again
     if s.now > s.deadline_at:

@@ -8,7 +8,7 @@ from headrace.schemas import events
 from headrace.schemas.chunks import ChoiceDelta, merge_choices
 from headrace.schemas.events import Owner
 from headrace.schemas.openai_chunks import ChunkEncoder
-from headrace.worker.appending import Appended, Ended, Fenced, LogWriter
+from headrace.worker.appending import Appended, Ended, Fenced, LogWriter, TooLarge
 
 __all__ = ["DeltaFlow"]
 
@@ -33,7 +33,7 @@ class DeltaFlow:
         owner: Owner,
         attempt: int,
         offset: int,
-        on_refused: Callable[[Ended | Fenced], None],
+        on_refused: Callable[[Ended | Fenced | TooLarge], None],
     ) -> None:
         self._writer = writer
         self._encoder = encoder

@@ -23,7 +23,7 @@ from headrace.schemas.refusals import Refusal
 from headrace.schemas.responses import ResponseAssembler
 from headrace.schemas.states import JobState
 from headrace.telemetry import Span, inference_result, inference_span
-from headrace.worker.appending import Appended, Ended, Fenced, LogWriter
+from headrace.worker.appending import Appended, Ended, Fenced, LogWriter, TooLarge
 from headrace.worker.deltas import DeltaFlow
 from headrace.worker.engines.base import Engine, Resume
 
@@ -31,6 +31,9 @@ __all__ = ["Claimed", "Execution", "Outcome", "ResultKind", "StopReason"]
 
 log = logging.getLogger(__name__)
 
+_TOO_LARGE: Final = Refusal(
+    code="engine_error", message="the answer, or a piece of it, is larger than one message of the broker can be"
+)
 _ID_PREFIX: Final = {"chat": "chatcmpl-", "completions": "cmpl-", "embeddings": "embd-"}
 
 StopReason = Literal["ended", "fenced", "drain", "stalled", "engine_died"]
@@ -112,7 +115,7 @@ class Execution:
         self._task: asyncio.Task[Any] | None = None
         self._stop_reason: StopReason | None = None
         self._is_over = False
-        self._refused: Ended | Fenced | None = None
+        self._refused: Ended | Fenced | TooLarge | None = None
         self._usage: Usage | None = None
         self._whole_response: dict[str, Any] | None = None
         self.last_progress = time.monotonic()
@@ -140,6 +143,8 @@ class Execution:
             await writing
         finally:
             writing.cancel()
+        if isinstance(self._refused, TooLarge):
+            return await self._end("failed", _TOO_LARGE)
         if self._refused is not None:
             return self._after_refusal(self._refused)
         if self._stop_reason == "fenced":
@@ -236,7 +241,7 @@ class Execution:
         choice = self._assembler.choice()
         return Resume(text=choice.text, token_ids=choice.token_ids, num_tokens=self._assembler.num_tokens)
 
-    def _on_refused(self, refused: Ended | Fenced) -> None:
+    def _on_refused(self, refused: Ended | Fenced | TooLarge) -> None:
         self._refused = refused
         self.stop("ended" if isinstance(refused, Ended) else "fenced")
 
@@ -244,8 +249,7 @@ class Execution:
         claimed = self._claimed
         data = self._response()
         if len(data) > self._max_event_bytes:
-            refusal = Refusal(code="engine_error", message="the answer is larger than one message of the broker can be")
-            return await self._end("failed", refusal)
+            return await self._end("failed", _TOO_LARGE)
         event = events.done(
             claimed.job.job,
             claimed.owner,
@@ -341,10 +345,10 @@ class Execution:
             num_tokens=self._assembler.num_tokens,
         )
 
-    def _outcome(self, event: Event, result: Appended | Ended | Fenced) -> Outcome:
+    def _outcome(self, event: Event, result: Appended | Ended | Fenced | TooLarge) -> Outcome:
         if isinstance(result, Appended):
             return Outcome(kind=ResultKind.SETTLED, event=event, num_tokens=self._assembler.num_tokens)
-        return self._after_refusal(result)
+        return self._after_refusal(Fenced(result.reason) if isinstance(result, TooLarge) else result)
 
 
 class _NotResumableError(EngineError):

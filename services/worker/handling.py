@@ -110,12 +110,31 @@ class Handler:
         except (BrokerError, TimeoutError) as error:
             log.warning("job %s: %s; the broker will deliver it again", job.job, error or "no beat was acknowledged")
         except Exception:
-            log.exception("job %s: unexpected error; the broker will deliver it again", job.job)
+            log.exception("job %s: unexpected error", job.job)
+            await self._after_defect(held, job)
         finally:
             self._ledger.release(held)
             self._held.remove(held)
             self._released.set()
             self._room_changed()
+
+    async def _after_defect(self, held: Held, job: Job) -> None:
+        """A defect of ours counts as a fault of the job that met it, or it would meet it for ever."""
+        try:
+            state = await self._log.state(job.tenant, job.job)
+            if state.owner is not None and state.owner.is_same(self._identity(0)) and not held.is_void:
+                event = events.requeued(
+                    job.job,
+                    attempt=state.attempt + 1,
+                    offset=state.num_tokens,
+                    reason="internal",
+                    lost=state.owner,
+                    by=state.owner,
+                )
+                await self._settler.writer(job, state).append(event)
+            await self._hand_back(held, job, _FIRST_RETRY_S)
+        except (BrokerError, TimeoutError) as error:
+            log.warning("job %s: %s; the broker will deliver it again", job.job, error)
 
     def drain(self) -> None:
         """Hand back what waits and stop taking more; what runs goes on until `stop` is called on it."""
@@ -204,6 +223,7 @@ class Handler:
                 max_faults=self._settings.max_attempts,
                 fits=True,
                 is_running_here=any(_has(entry, state) for entry in others),
+                is_another_body=bool(state.body_hash) and state.body_hash != job.body_hash,
                 owner_seen=owner_seen,
             )
         )
@@ -263,7 +283,7 @@ class Handler:
             job.model,
             parent=telemetry.extract(held.delivery.headers),
             attributes=self._attributes(held.delivery, job),
-            start_time_ns=int((job.accepted_at - self._bus.clock.offset_s) * 1e9),
+            start_time_ns=int(self._bus.clock.to_local(job.accepted_at) * 1e9),
         ).end()
         await self._run(held, job, plan, claimed, span)
         return True

@@ -119,7 +119,10 @@ class Heart:
 
     async def _beat(self) -> StoreResult:
         self._settled.clear()
-        result = await self._bucket.put(self._compose(), expected_revision=self.revision, ttl_s=self._ttl_s)
+        # No longer than an interval: after a beat without an answer the next one's compare-and-set tells what it was.
+        result = await self._bucket.put(
+            self._compose(), expected_revision=self.revision, ttl_s=self._ttl_s, timeout_s=self._interval_s
+        )
         if isinstance(result, Stored):
             self.revision = result.sequence
             self._last_ok = time.monotonic()

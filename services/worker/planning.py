@@ -1,6 +1,8 @@
 """What running a job takes, by the engine's own tokenizer and limits: the guard of last resort before it runs."""
 
+import asyncio
 import logging
+from typing import Final
 
 import msgspec
 
@@ -20,6 +22,8 @@ from headrace.worker.ledger import Ledger
 __all__ = ["NotNow", "Plan", "Planner"]
 
 log = logging.getLogger(__name__)
+
+_HEALTH_TIMEOUT_S: Final = 2.0
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +62,8 @@ class Planner:
             return NotNow(is_busy=True)
         except EngineError as error:
             log.warning("job %s: the engine cannot count its tokens: %s", job.job, error)
+            if await self._is_well():  # then it is the request that it cannot take
+                return Refusal(code="engine_error", message="the engine cannot read this request's prompt")
             return NotNow(is_busy=False)
         facts = self._engine.facts
         max_tokens = resolve_max_tokens(
@@ -75,3 +81,11 @@ class Planner:
                 message=f"the request needs {need} KV tokens; this worker's engine has {self._ledger.capacity_tokens}",
             )
         return Plan(request=request, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens, need_tokens=need)
+
+    async def _is_well(self) -> bool:
+        try:
+            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+                await self._engine.check_health()
+        except (EngineError, TimeoutError):
+            return False
+        return True

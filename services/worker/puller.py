@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -46,6 +48,7 @@ class Puller:
         self._waiting: dict[QueueName, int] = {}
         self._last_served: dict[QueueName, int] = {}
         self._num_fetched = 0
+        self._synced_at = -math.inf
         self._look = asyncio.Event()
         self._membership: Subscription | None = None
         self._is_stopped = False
@@ -63,34 +66,36 @@ class Puller:
         """Fetch until stopped."""
         try:
             while not self._is_stopped:
-                is_told = await self._told_to_look()
+                await self._told_to_look()
                 if self._is_stopped:
                     return
                 try:
-                    await self._round(resync=not is_told)
+                    await self._round()
                 except BrokerError as error:
                     log.warning("cannot fetch: %s", error)
                     await asyncio.sleep(_AFTER_ERROR_S)
         finally:
             await self._leave()
 
-    async def _told_to_look(self) -> bool:
+    async def _told_to_look(self) -> None:
         try:
             async with asyncio.timeout(_RESYNC_S):
                 await self._look.wait()
         except TimeoutError:
-            return False
+            return
         self._look.clear()
-        return True
 
-    async def _round(self, *, resync: bool) -> None:
+    async def _round(self) -> None:
         if not self._has_room():
             await self._leave()
             return
         await self._join()
+        resync = time.monotonic() - self._synced_at >= _RESYNC_S
         if resync:
             counts = await self._queue.counts()
-            self._waiting = {queue: number for queue, number in counts.items() if queue.pool == self._pool}
+            self._synced_at = time.monotonic()
+            known = dict.fromkeys(self._waiting, 0)
+            self._waiting = known | {queue: number for queue, number in counts.items() if queue.pool == self._pool}
         num_tries = _TRIES_AFTER_WAKE if not resync else 1
         while self._has_room() and not self._is_stopped:
             delivery = await self._fetch_next(num_tries)
@@ -132,7 +137,10 @@ class Puller:
             return
         headers = message.headers or {}
         if self._has_room() and not self._is_stopped:
-            self._waiting[queue] = self._waiting.get(queue, 0) + 1
+            if queue in self._waiting:
+                self._waiting[queue] += 1
+            else:  # anybody can publish a wake; whether there is such a queue, the stream knows
+                self._synced_at = -math.inf
             self._look.set()
         elif HDR_PASSED not in headers:  # it came as we filled up: somebody else may have room
             await self._bus.publish(message.subject, headers={**headers, HDR_PASSED: "1"})

@@ -40,6 +40,7 @@ _MAX_PURGES_WAITING: Final = 100_000
 _RESTART_FIRST_S: Final = 0.5
 _RESTART_MAX_S: Final = 30.0
 _WATCH_EVERY_S: Final = 0.25
+_STOP_AGAIN_S: Final = 0.1
 _OWN_PAUSE_S: Final = 1.0
 _HEALTH_EVERY_S: Final = 1.0
 _HEALTH_TIMEOUT_S: Final = 2.0
@@ -180,10 +181,16 @@ class Worker:
         if len(self._held):
             log.info("draining: %d requests have %.0f s to finish", len(self._held), self._settings.grace_s)
             if not await wait_first(self._held.became_empty, timeout_s=self._settings.grace_s):
-                for execution in self._held.executions():
-                    execution.stop("drain")
-                await wait_first(self._held.became_empty, timeout_s=self._settings.retry_for_s)
+                await self._hand_the_rest_back()
         log.info("drained")
+
+    async def _hand_the_rest_back(self) -> None:
+        """Stop what runs, and what starts to run meanwhile, until nothing is held or the broker does not answer."""
+        waits = Backoff(first_s=_STOP_AGAIN_S, max_s=_STOP_AGAIN_S, for_s=self._settings.retry_for_s)
+        while len(self._held) and not waits.is_over:
+            for execution in self._held.executions():
+                execution.stop("drain")
+            await wait_first(self._held.became_empty, timeout_s=_STOP_AGAIN_S)
 
     # what it can take
 

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 __all__ = ["Link"]
 
+_HOST = "127.0.0.1"
 _CHUNK_BYTES = 65_536
 
 
@@ -15,39 +16,38 @@ class Link:
     """Forwards connections to a broker; parts connect to `url`.
 
     Frozen, nothing passes either way and both ends think that they are connected; what was sent arrives when it
-    thaws. Cut is for good: the broker sees the connection end, as when the process is killed.
+    thaws. When it is cut, both ends see the connection end, as the broker does when the process is killed.
     """
 
     def __init__(self, broker_url: str) -> None:
         address = urlsplit(broker_url)
         assert address.hostname is not None
         assert address.port is not None
-        self._host, self._port = address.hostname, address.port
+        self._broker = (address.hostname, address.port)
+        self._port = 0
         self._server: asyncio.Server | None = None
         self._open = asyncio.Event()
         self._open.set()
-        self._is_cut = False
         self._pumps: set[asyncio.Task[None]] = set()
+        self._clients: set[asyncio.StreamWriter] = set()
         self._connections: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accept, _HOST, 0)
+        self._port = self._server.sockets[0].getsockname()[1]
         return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
         self.cut()
-        if self._server is not None:
-            self._server.close()
         while self._connections:
             await asyncio.wait(self._connections)
 
     @property
     def url(self) -> str:
         """Where a part connects."""
-        assert self._server is not None
-        return f"nats://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return f"nats://{_HOST}:{self._port}"
 
     def freeze(self) -> None:
         """Let nothing pass."""
@@ -64,8 +64,18 @@ class Link:
 
     def cut(self) -> None:
         """End the connections and take no more."""
-        self._is_cut = True
+        if self._server is not None:
+            self._server.close()
         self.drop()
+
+    async def mend(self) -> None:
+        """Take connections again after `cut`, at the same address."""
+        self._server = await asyncio.start_server(self._accept, _HOST, self._port)
+
+    def say(self, data: bytes) -> None:
+        """Send something to each part in the broker's name."""
+        for client in self._clients:
+            client.write(data)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.get_running_loop().create_task(self._forward(reader, writer))
@@ -75,19 +85,19 @@ class Link:
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers = [writer]
         try:
-            if self._is_cut:
-                return
-            up_reader, up_writer = await asyncio.open_connection(self._host, self._port)
+            up_reader, up_writer = await asyncio.open_connection(*self._broker)
             writers.append(up_writer)
-            if self._is_cut:
+            if self._server is None or not self._server.is_serving():  # it was cut meanwhile
                 return
             pumps = [asyncio.create_task(self._pump(*ends)) for ends in ((reader, up_writer), (up_reader, writer))]
             self._pumps.update(pumps)
+            self._clients.add(writer)
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
             self._pumps.difference_update(pumps)
+            self._clients.discard(writer)
         except OSError:
             pass  # the broker is away: so is the way to it
         finally:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -13,7 +13,7 @@ import msgspec
 from headrace.bus.connection import Bus, StoreResult, Unknown
 from headrace.bus.jobqueue import Delivery, JobQueue
 
-__all__ = ["Losses", "losing"]
+__all__ = ["Losses", "losing", "lossy_bus"]
 
 Fate = Literal["unheard", "unsent", "late"]
 Kind = Literal["jobs", "log", "workers", "dead"]
@@ -43,40 +43,81 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
 @contextlib.asynccontextmanager
 async def losing(losses: Losses, prefix: str) -> AsyncIterator[None]:
     """Lose answers of every connection of one deployment in this process, inside this context."""
-    late: set[asyncio.Task[StoreResult]] = set()
-    counts: Counter[str] = Counter()
+    loser = _Loser(losses)
+    _losers[prefix] = loser
+    try:
+        yield
+        while loser.num_late:  # some wait in loops of other threads
+            await asyncio.sleep(0.02)
+    finally:
+        del _losers[prefix]
+
+
+class _Loser:
+    def __init__(self, losses: Losses) -> None:
+        self._losses = losses
+        self._counts: Counter[str] = Counter()
+        self._late: set[asyncio.Task[StoreResult]] = set()
+
+    @property
+    def num_late(self) -> int:
+        """Stores that are still to come."""
+        return len(self._late)
+
+    def fate(self, kind: str) -> Fate | None:
+        """What becomes of the next store of a kind."""
+        number, self._counts[kind] = self._counts[kind], self._counts[kind] + 1
+        return self._losses.stores.get(f"{kind} {number}")
+
+    def loses_ack(self) -> bool:
+        """Whether the next settling ack never leaves."""
+        number, self._counts["ack"] = self._counts["ack"], self._counts["ack"] + 1
+        return number in self._losses.acks
+
+    def store_late(self, storing: Coroutine[Any, Any, StoreResult]) -> None:
+        """Store it after everybody gave up on it."""
+        task = asyncio.create_task(_later(storing))
+        self._late.add(task)
+        task.add_done_callback(self._late.discard)
+
+
+_losers: dict[str, _Loser] = {}
+"""By deployment prefix; several schedules may run at once."""
+
+
+@contextlib.contextmanager
+def lossy_bus() -> Iterator[None]:
+    """Let `losing` take effect inside this context."""
     store, ack = Bus.store, JobQueue.ack
 
     async def lossy_store(
         self: Bus, subject: str, data: bytes, *, headers: Mapping[str, str], timeout_s: float | None = None
     ) -> StoreResult:
-        kind = _kind(subject, self)
-        fate = losses.stores.get(f"{kind} {counts[kind]}") if self.settings.prefix == prefix else None
-        counts[kind] += 1
+        loser = _losers.get(self.settings.prefix)
+        fate = loser.fate(_kind(subject, self)) if loser is not None else None
+        if loser is None or fate is None:
+            return await store(self, subject, data, headers=headers, timeout_s=timeout_s)
         if fate == "unheard":
             await store(self, subject, data, headers=headers, timeout_s=timeout_s)
         elif fate == "late":
-            task = asyncio.create_task(_later(store(self, subject, data, headers=headers, timeout_s=timeout_s)))
-            late.add(task)
-            task.add_done_callback(late.discard)
-        if fate is not None:
-            return Unknown(f"the test lost its answer ({fate})")
-        return await store(self, subject, data, headers=headers, timeout_s=timeout_s)
+            loser.store_late(store(self, subject, data, headers=headers, timeout_s=timeout_s))
+        return Unknown(f"the test lost its answer ({fate})")
 
     async def lossy_ack(self: JobQueue, delivery: Delivery) -> None:
-        number, counts["ack"] = counts["ack"], counts["ack"] + 1
-        if number not in losses.acks:
+        loser = _losers.get(self._bus.settings.prefix)
+        if loser is None or not loser.loses_ack():
             await ack(self, delivery)
 
     with patch.object(Bus, "store", lossy_store), patch.object(JobQueue, "ack", lossy_ack):
         yield
-        while late:
-            await asyncio.wait(late)
 
 
 async def _later(storing: Coroutine[Any, Any, StoreResult]) -> StoreResult:
-    await asyncio.sleep(_LATE_S)
-    return await storing
+    try:
+        await asyncio.sleep(_LATE_S)
+        return await storing
+    finally:
+        storing.close()
 
 
 def _kind(subject: str, bus: Bus) -> str:

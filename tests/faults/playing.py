@@ -5,18 +5,15 @@ import contextlib
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 import headrace.client
 from headrace.bus.connection import Bus
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import JobQueue
-from headrace.bus.provision import ensure_jobs_stream
+from headrace.bus.provision import ensure_jobs_stream, ensure_provisioned
 from headrace.bus.server import BrokerInfo
 from headrace.client import Client, Delta, Done, Requeued, Started
 from headrace.client.stream import JobStream
@@ -38,7 +35,7 @@ from tests.faults.stage import Stage, watching_logs
 
 __all__ = ["play"]
 
-_READ_WITHIN_S = 45.0
+_PLAYED_WITHIN_S = 45.0
 _SETTLED_WITHIN_S = 8.0
 
 
@@ -54,8 +51,8 @@ async def play(schedule: Schedule, broker: BrokerInfo) -> list[str]:
         grace_s=0.5,
         max_attempts=MAX_FAULTS,
     )
-    with tempfile.TemporaryDirectory() as state_dir:
-        async with watching_logs() as logged, headrace.client.connect(broker.url, settings=settings) as client:
+    with tempfile.TemporaryDirectory() as state_dir, watching_logs() as logged:
+        async with headrace.client.connect(broker.url, settings=settings) as client:
             stage = Stage(broker, settings, client, Path(state_dir))
             run = _Run(schedule, stage, client)
             try:
@@ -79,21 +76,25 @@ class _Run:
 
     async def play(self) -> list[str]:
         """Raise the curtain, strike, heal, wait for the end of every job."""
-        await ensure_provisioned_for(self._client.bus)
+        await ensure_provisioned(self._client.bus)
+        await ensure_jobs_stream(
+            self._client.bus, MODEL
+        )  # known from the start: requests queue until a worker is there
         names = [f"w{number}" for number in range(1, self._schedule.num_workers + 1)]
         names += ["r1", "r2", *(f"m{number}" for number in range(1, self._schedule.num_monitors + 1))]
         for name in names:
             await self._start(name)
-        if self._schedule.has_processes:
-            await self._until_workers_beat(self._schedule.num_workers)
-        self._began = time.monotonic()
         try:
-            async with asyncio.timeout(_READ_WITHIN_S), asyncio.TaskGroup() as group:
-                for job in self._schedule.jobs:
-                    self._plan(group, job)
-                group.create_task(self._strike())
+            async with asyncio.timeout(_PLAYED_WITHIN_S), asyncio.TaskGroup() as group:
+                supervising = group.create_task(self._supervise())
+                await self._until_workers_beat(self._schedule.num_workers)
+                self._began = time.monotonic()
+                readers = [task for job in self._schedule.jobs for task in self._plan(group, job)]
+                readers.append(group.create_task(self._strike()))
+                await asyncio.wait(readers)
+                supervising.cancel()
         except TimeoutError:
-            return [f"after {_READ_WITHIN_S:g} s there is no end of it", *await self._unfinished()]
+            return [f"after {_PLAYED_WITHIN_S:g} s there is no end of it", *await self._unfinished()]
         return self._stage.problems() + await self._settled()
 
     async def check(self) -> list[str]:
@@ -111,14 +112,15 @@ class _Run:
 
     # readers
 
-    def _plan(self, group: asyncio.TaskGroup, job: PlannedJob) -> None:
-        group.create_task(self._read(job, job.at_s, self._submit(job)))
+    def _plan(self, group: asyncio.TaskGroup, job: PlannedJob) -> list[asyncio.Task[None]]:
+        tasks = [self._read(job, job.at_s, self._submit(job))]
         if job.also_at_s is not None:
-            group.create_task(self._read(job, job.also_at_s, self._submit(job)))
+            tasks.append(self._read(job, job.also_at_s, self._submit(job)))
         if job.attach_at_s is not None:
-            group.create_task(self._attach(job, job.attach_at_s))
+            tasks.append(self._attach(job, job.attach_at_s))
         if job.cancel_at_s is not None:
-            group.create_task(self._cancel(job, job.cancel_at_s))
+            tasks.append(self._cancel(job, job.cancel_at_s))
+        return [group.create_task(task) for task in tasks]
 
     def _submit(self, job: PlannedJob) -> JobStream:
         wanted = job.wanted
@@ -159,10 +161,15 @@ class _Run:
 
     async def _attach(self, job: PlannedJob, at_s: float) -> None:
         await self._until(at_s)
-        log = JobLog(self._client.bus)
-        while await log.last("default", job.wanted.job) is None:  # it cannot be attached to before it is known
+        while not await self._is_known(job.wanted.job):  # it cannot be attached to before
             await asyncio.sleep(0.05)
         await self._read(job, 0, self._client.attach(job.wanted.job, after=job.attach_after), job.attach_after)
+
+    async def _is_known(self, job: str) -> bool:
+        try:
+            return await JobLog(self._client.bus).last("default", job) is not None
+        except BrokerError:
+            return False
 
     async def _cancel(self, job: PlannedJob, at_s: float) -> None:
         await self._until(at_s)
@@ -179,6 +186,14 @@ class _Run:
             player.thaw()
             if player.is_over and not name.startswith("m"):
                 await self._start(name)
+
+    async def _supervise(self) -> None:
+        """Start again who gave up at its start: whoever runs Headrace has something that does."""
+        while True:
+            for name, player in list(self._stage.players.items()):
+                if player.failed_to_start:
+                    await self._start(name)
+            await asyncio.sleep(0.1)
 
     async def _do(self, action: Action) -> None:
         player = self._stage.players[action.target]
@@ -197,11 +212,11 @@ class _Run:
         elif action.kind == "thaw":
             player.thaw()
         elif action.kind == "drop":
-            player.link.drop()
+            player.drop()
         elif action.kind == "drain":
             player.thaw()
             player.drain()
-        elif action.kind == "engine dies" and player.engine is not None:
+        elif player.engine is not None:  # what a process has in it cannot be reached
             player.engine.die()
 
     async def _start(self, name: str) -> None:
@@ -212,9 +227,7 @@ class _Run:
             await self._stage.monitor(name, has_notices=schedule.has_notices)
         else:
             start = self._stage.worker_process if schedule.has_processes else self._stage.worker
-            await start(
-                name, max_concurrency=schedule.max_concurrency, tokens_per_second=schedule.tokens_per_second
-            )
+            await start(name, max_concurrency=schedule.max_concurrency, tokens_per_second=schedule.tokens_per_second)
 
     async def _nak_something(self) -> None:
         """A late or wrong NAK: the broker delivers a message once more, to whoever asks."""
@@ -234,9 +247,8 @@ class _Run:
 
     async def _until_workers_beat(self, number: int) -> None:
         bucket = WorkersBucket(self._client.bus)
-        async with asyncio.timeout(_READ_WITHIN_S):
-            while sum(seen.beat is not None for seen in (await bucket.list()).values()) < number:
-                await asyncio.sleep(0.05)
+        while sum(seen.beat is not None for seen in (await bucket.list()).values()) < number:
+            await asyncio.sleep(0.05)
 
     async def _settled(self) -> list[str]:
         """Wait until nothing is queued, held or reserved; what still is, otherwise."""
@@ -247,7 +259,11 @@ class _Run:
             problems = [f"{number} messages of {name} are left" for name, number in (await queue.counts()).items()]
             for worker, seen in (await bucket.list()).items():
                 beat = seen.beat
-                if beat is not None and not beat.is_tombstone and (beat.held or beat.running or beat.kv_reserved_tokens):
+                if (
+                    beat is not None
+                    and not beat.is_tombstone
+                    and (beat.held or beat.running or beat.kv_reserved_tokens)
+                ):
                     problems.append(f"{worker} still holds {beat.held}, {beat.kv_reserved_tokens} tokens reserved")
             if not problems:
                 break
@@ -265,14 +281,6 @@ class _Run:
                 found.append(f"{job.wanted.job} (reader after {seen.after}) has {len(seen.deltas)} deltas and no end")
                 found.append(_shown(await log.read("default", job.wanted.job)))
         return found + self._stage.problems()
-
-
-async def ensure_provisioned_for(bus: Bus) -> None:
-    """The model is known from the start, so that requests queue until a worker is there."""
-    from headrace.bus.provision import ensure_provisioned
-
-    await ensure_provisioned(bus)
-    await ensure_jobs_stream(bus, MODEL)
 
 
 async def _delete_streams(bus: Bus) -> None:
@@ -296,10 +304,3 @@ def _shown(events: list[Event]) -> str:
             f" tokens {event.offset}+{event.count}{owner}{more}"
         )
     return "\n".join(lines)
-
-
-async def _nothing() -> AsyncIterator[None]:
-    yield
-
-
-_ = msgspec

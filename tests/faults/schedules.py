@@ -14,7 +14,7 @@ ActionKind = Literal["kill", "restart", "freeze", "thaw", "drop", "drain", "engi
 
 _SPAN_S = 2.5
 """Jobs come and faults strike within that time."""
-MAX_FAULTS = 6
+MAX_FAULTS = 4
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,8 +96,9 @@ def draw(seed: int, *, has_processes: bool | None = None) -> Schedule:
 def _draw_job(rng: random.Random, job: str) -> PlannedJob:
     num_tokens = rng.randint(1, 25)
     prompt = f"tell of {job}"
+    is_streaming = rng.random() < 0.9
     fault = rng.choice(("", "", "", "", "", "", "die_after", "hang_after", "error_after", "cut_after"))
-    if fault:  # it strikes again in each attempt, which is soon over
+    if fault:  # it strikes again in each attempt; one that sends nothing meanwhile is given up in the end
         prompt += f" <sim {fault}={rng.randint(max(1, num_tokens // 2), num_tokens)}>"
     at_s = rng.uniform(0, _SPAN_S / 2)
     is_cancelled = rng.random() < 0.15
@@ -109,7 +110,7 @@ def _draw_job(rng: random.Random, job: str) -> PlannedJob:
             num_tokens=num_tokens,
             max_faults=MAX_FAULTS,
             n=n,
-            is_streaming=rng.random() < 0.9,
+            is_streaming=is_streaming,
             is_cancelled=is_cancelled,
         ),
         at_s=at_s,

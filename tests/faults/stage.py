@@ -4,13 +4,16 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from headrace.bus.connection import Bus, connect
 from headrace.bus.server import BrokerInfo
 from headrace.client import Client
+from headrace.errors import BrokerError
 from headrace.lifecycle import ChildProcess
 from headrace.monitor import run_monitor
 from headrace.router import run_router
@@ -21,9 +24,10 @@ from tests.deployment import MODEL, sim
 from tests.faults.link import Link
 from tests.processes import part
 
-__all__ = ["Player", "Stage"]
+__all__ = ["Player", "Stage", "watching_logs"]
 
 _END_WITHIN_S = 20.0
+_START_WITHIN_S = 5.0
 
 
 class Player:
@@ -33,11 +37,12 @@ class Player:
         self.name = name
         self.link = link
         self.is_over = False
+        self.is_killed = False
         self.engine: SimEngine | None = None
 
     async def kill(self) -> None:
         """End it with nothing said to anybody."""
-        self.is_over = True
+        self.is_over = self.is_killed = True
         self.link.cut()
 
     def freeze(self) -> None:
@@ -47,6 +52,11 @@ class Player:
     def thaw(self) -> None:
         """Let it go on."""
         self.link.thaw()
+
+    def drop(self) -> None:
+        """End its connections to the broker; it may connect again."""
+        self.link.thaw()  # nats-py leaves the sockets of greetings that nobody answers to the garbage collector
+        self.link.drop()
 
     def drain(self) -> None:
         """Ask it to finish and to leave."""
@@ -61,18 +71,28 @@ class Player:
         """What is wrong with it now: it must not end by itself."""
         raise NotImplementedError
 
+    @property
+    def failed_to_start(self) -> bool:
+        """Whether it gave up at its start since the broker did not answer; whoever supervises it starts it again."""
+        return False
+
 
 class _Task(Player):
-    def __init__(self, name: str, link: Link, run: Callable[[asyncio.Event, list[Bus]], Coroutine[Any, Any, None]]) -> None:
+    def __init__(
+        self, name: str, link: Link, run: Callable[[asyncio.Event, list[Bus]], Coroutine[Any, Any, None]]
+    ) -> None:
         super().__init__(name, link)
         self._stop = asyncio.Event()
         self._buses: list[Bus] = []
+        self._began = time.monotonic()
+        self._ended = self._began
+        token = _running.set(self)
         self._task = asyncio.create_task(run(self._stop, self._buses), name=name)
-        self._is_killed = False
+        _running.reset(token)
+        self._task.add_done_callback(self._note_end)
 
     async def kill(self) -> None:
         await super().kill()
-        self._is_killed = True
         self._task.cancel()
         for bus in self._buses:  # what it does at its end must reach nobody, nor wait for anybody
             await bus.nc.close()
@@ -83,28 +103,37 @@ class _Task(Player):
 
     async def ended(self) -> str:
         done, _ = await asyncio.wait([self._task], timeout=_END_WITHIN_S)
-        return self.problem if done else f"{self.name} does not end: {self._task.get_stack()}"
+        return self.problem if done else f"{self.name} does not end: {_awaits(self._task)}"
 
     @property
     def problem(self) -> str:
-        if not self._task.done() or self._is_killed:
+        if not self._task.done() or self.is_killed or self.failed_to_start:
             return ""
         if self._task.cancelled():
             return f"{self.name} was cancelled by nobody"
         error = self._task.exception()
         if error is not None:
-            return f"{self.name} failed: {_causes(error)}"
+            return f"{self.name} failed after {self._ended - self._began:.1f} s: {_causes(error)}"
         return "" if self.is_over else f"{self.name} ended by itself"
+
+    @property
+    def failed_to_start(self) -> bool:
+        if not self._task.done() or self._task.cancelled() or self._ended - self._began > _START_WITHIN_S:
+            return False
+        error = self._task.exception()
+        return error is not None and all(isinstance(each, BrokerError) for each in _leaves(error))
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._ended = time.monotonic()
 
 
 class _Process(Player):
     def __init__(self, name: str, link: Link, child: ChildProcess) -> None:
         super().__init__(name, link)
         self._child = child
-        self._may_be_killed = False
 
     async def kill(self) -> None:
-        self.is_over = self._may_be_killed = True
+        self.is_over = self.is_killed = True
         self._child.send_signal(signal.SIGKILL)
 
     def freeze(self) -> None:
@@ -130,7 +159,8 @@ class _Process(Player):
     @property
     def problem(self) -> str:
         code = self._child.returncode
-        if code is None or self._may_be_killed or (code == 0 and self.is_over):
+        is_told = self.is_over and code in (0, -signal.SIGTERM)  # Python may not yet have been there to take the signal
+        if code is None or self.is_killed or is_told:
             return ""
         return f"{self.name} ended with {code}:\n{self._child.tail()}"
 
@@ -216,25 +246,63 @@ class Stage:
         return player
 
 
-def _causes(error: BaseException) -> str:
+def _awaits(task: asyncio.Task[None]) -> str:
+    """Where a task waits, through all that it awaits."""
+    awaited: Any = task.get_coro()
+    places = []
+    while awaited is not None:
+        frame = (
+            getattr(awaited, "cr_frame", None)
+            or getattr(awaited, "ag_frame", None)
+            or getattr(awaited, "gi_frame", None)
+        )
+        if frame is not None:
+            places.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
+        else:
+            places.append(repr(awaited))
+        awaited = (
+            getattr(awaited, "cr_await", None)
+            or getattr(awaited, "ag_await", None)
+            or getattr(awaited, "gi_yieldfrom", None)
+        )
+    return " > ".join(places)
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
-        return "; ".join(_causes(each) for each in error.exceptions)
-    return f"{type(error).__name__}: {error}"
+        return [leaf for each in error.exceptions for leaf in _leaves(each)]
+    return [error]
 
 
-@contextlib.asynccontextmanager
-async def watching_logs() -> AsyncIterator[list[str]]:
-    """What is logged with a traceback in this process, which nothing that a fault brings about should be."""
+def _causes(error: BaseException) -> str:
+    return "; ".join(f"{type(leaf).__name__}: {leaf}" for leaf in _leaves(error))
+
+
+_watcher: ContextVar[list[str] | None] = ContextVar("watcher", default=None)
+_running: ContextVar[Player | None] = ContextVar("running", default=None)
+
+
+@contextlib.contextmanager
+def watching_logs() -> Iterator[list[str]]:
+    """What is logged with a traceback, which nothing that a fault brings about should be.
+
+    Only by what is started inside this context, so several may watch at once.
+    """
     found: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.exc_info and record.exc_info[0] is not None:
-                found.append(f"{record.getMessage()}: {self.format(record)}")
-
-    handler = Handler(level=logging.ERROR)
+    token = _watcher.set(found)
+    handler = _Watcher(level=logging.ERROR)
     logging.getLogger().addHandler(handler)
     try:
         yield found
     finally:
         logging.getLogger().removeHandler(handler)
+        _watcher.reset(token)
+
+
+class _Watcher(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        found, player, line = _watcher.get(), _running.get(), self.format(record)
+        if player is not None and player.is_killed:  # nobody would read what a dead process says
+            return
+        if found is not None and record.exc_info and record.exc_info[0] is not None and line not in found:
+            found.append(line)

@@ -25,7 +25,7 @@ from headrace.errors import BrokerUnavailableError, NotProvisionedError
 from headrace.schemas import events
 from headrace.schemas.events import Event, Owner
 from headrace.worker import appending
-from headrace.worker.appending import Appended, Ended, Fenced, LogWriter, Verdict, judge
+from headrace.worker.appending import Appended, Ended, Fenced, LogWriter, TooLarge, Verdict, judge
 
 ME = Owner(worker="me", epoch="e", queue_sequence=7)
 ZOMBIE = Owner(worker="me", epoch="earlier", queue_sequence=7)
@@ -257,9 +257,9 @@ async def test_no_clear_answer_is_given_up_in_time(clock: Clock) -> None:
     assert 2 <= len(log.sent) <= 8
 
 
-async def test_an_event_the_broker_can_never_take_fences_at_once() -> None:
+async def test_an_event_the_broker_can_never_take_is_given_up_at_once() -> None:
     log = ScriptedLog(appends=[Refused(ERR_TOO_LARGE, "message too large")], reads=UNREAD)
-    assert await writer(log).append(delta(0)) == Fenced("the log refuses the event: message too large")
+    assert await writer(log).append(delta(0)) == TooLarge("message too large")
 
 
 async def test_a_refusal_that_may_pass_is_repeated() -> None:

@@ -2,7 +2,6 @@
 
 import ast
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -132,9 +131,8 @@ def test_nats_server_accepts_the_containers_configuration(tmp_path: Path) -> Non
 
 def test_ci_runs_the_test_command_of_the_readme_then_check() -> None:
     lines = [line for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("make ")]
-    assert lines[:2] == ["make test", "make check"]
     readme = (ROOT / "README.md").read_text()
-    assert {shlex.split(line)[1] for line in lines} >= {"test", "demo"}
+    assert lines == ["make test", "make check"]
     assert "make test" in readme
     assert "make demo" in readme
 

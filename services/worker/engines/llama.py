@@ -163,7 +163,7 @@ class LlamaEngine:
             if line.startswith(READY) and not ready.done():
                 ready.set_result(int(line.removeprefix(READY)))
 
-        argv = [sys.executable, "-m", _SERVER, "--model", str(weights), "--alias", self._model]
+        argv = [sys.executable, "-P", "-m", _SERVER, "--model", str(weights), "--alias", self._model]
         argv += ["--port", str(options.port), "--ctx", str(options.n_ctx)]
         argv += ["--slots", str(options.max_concurrency), "--threads", str(options.threads)]
         self._libraries = tempfile.TemporaryDirectory(prefix="headrace-lib-")

@@ -1,0 +1,17 @@
+"""Options of the fault tests."""
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fault-seed", type=int, default=None, metavar="SEED",
+        help="play the random fault schedule of this seed alone (give tests/faults on the command line too)",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def fault_seed(pytestconfig: pytest.Config) -> int | None:
+    """The seed to replay, None for the bounded set."""
+    seed = pytestconfig.getoption("--fault-seed", None)
+    return int(seed) if seed is not None else None
