@@ -47,8 +47,9 @@ class Deliveries:
         An inbox that is subscribed to only through a wildcard gets nothing from the broker's own delivery, so its
         events are forwarded, by this router and for as long as it lives.
         """
-        await self._log.stop_delivery(job, instead_of)
         delivery = await self._log.deliver(tenant, job, inbox)
+        # In this order: a router that dies in between leaves a client that is told twice, not one that waits in vain.
+        await self._log.stop_delivery(job, instead_of)
         if not delivery.is_bound:
             await self._log.stop_delivery(job, delivery.name)
             delivery = await self._forwarded(tenant, job, inbox)

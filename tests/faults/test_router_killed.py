@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import nats
+from nats.aio.msg import Msg
 
 import headrace.client
 from headrace.client import Accepted, Delta, Done
@@ -56,5 +57,52 @@ async def test_streams_outlive_the_router_that_accepted_them(broker_url: str, pr
                 if kind == "done":
                     break
             assert offset == 30
+        finally:
+            await nc.close()
+
+
+async def test_whoever_was_told_accepted_gets_an_end_on_a_bare_inbox_too(
+    broker_url: str, prefix: str, tmp_path: Path
+) -> None:
+    """Many at once, so that the router is killed between many an answer and the delivery that follows it."""
+    worker = part(
+        "serve", "worker", "--engine", "sim", "--model", MODEL, "-o", "tokens_per_second=100", "-o", "kv_tokens=1000000",
+        url=broker_url, prefix=prefix, state_dir=tmp_path,
+    )  # fmt: skip
+    router = part("serve", "router", url=broker_url, prefix=prefix, state_dir=tmp_path)
+    async with worker, router, headrace.client.connect(broker_url, settings=Settings(prefix=prefix)) as client:
+        await serving(client, MODEL)
+        nc = await nats.connect(broker_url)
+        told: list[asyncio.Queue[str]] = []
+        first = asyncio.Event()
+
+        async def listen(inbox: str) -> None:
+            seen: asyncio.Queue[str] = asyncio.Queue()
+            told.append(seen)
+
+            async def on_message(message: Msg) -> None:
+                first.set()
+                if (message.headers or {}).get("Status") is None:
+                    seen.put_nowait(header(message, "Headrace-Event"))
+
+            await nc.subscribe(inbox, cb=on_message)
+
+        try:
+            inboxes = [nc.new_inbox() for _ in range(40)]
+            for inbox in inboxes:
+                await listen(inbox)
+            for inbox in inboxes:
+                await nc.publish(f"{prefix}.infer.default.chat.{MODEL}", json.dumps(BODY).encode(), reply=inbox)
+            await asyncio.wait_for(first.wait(), 5)
+            router.send_signal(signal.SIGKILL)
+            assert await asyncio.wait_for(router.wait(), 5) == -signal.SIGKILL
+            await nc.flush()
+            answered = [seen for seen in told if not seen.empty()]
+            assert answered
+            async with asyncio.timeout(20):
+                for seen in answered:
+                    assert await seen.get() == "accepted"
+                    while await seen.get() != "done":
+                        pass
         finally:
             await nc.close()
