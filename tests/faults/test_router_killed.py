@@ -66,7 +66,7 @@ async def test_whoever_was_told_accepted_gets_an_end_on_a_bare_inbox_too(
 ) -> None:
     """Many at once, so that the router is killed between many an answer and the delivery that follows it."""
     worker = part(
-        "serve", "worker", "--engine", "sim", "--model", MODEL, "-o", "tokens_per_second=100", "-o", "kv_tokens=1000000",
+        "serve", "worker", "--engine", "sim", "--model", MODEL, "-o", "tokens_per_second=99", "-o", "kv_tokens=999999",
         url=broker_url, prefix=prefix, state_dir=tmp_path,
     )  # fmt: skip
     router = part("serve", "router", url=broker_url, prefix=prefix, state_dir=tmp_path)
