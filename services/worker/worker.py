@@ -294,7 +294,7 @@ class Worker:
             self._heart.changed()  # the next beat is refused, and we know
         elif nudge.kind == "drain":
             self._nudged.set()
-        elif nudge.kind == "cancelled" and nudge.tenant and nudge.job:
+        elif nudge.tenant and nudge.job:
             await self._check_ended(nudge.tenant, nudge.job)
 
     async def _check_ended(self, tenant: str, job: str) -> None:
