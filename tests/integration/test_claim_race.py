@@ -11,7 +11,7 @@ from headrace.bus.joblog import JobLog
 from headrace.schemas import events
 from headrace.schemas.events import AcceptedBody, Event, Owner
 from headrace.schemas.states import fold
-from headrace.worker.appending import Appended, Ended, Fenced, LogWriter
+from headrace.worker.appending import Appended, Ended, Fenced, LogWriter, TooLarge
 
 NUM_CLAIMERS = 8
 TTL_S = 600.0
@@ -38,7 +38,7 @@ async def accept(log: JobLog) -> int:
     return result.sequence
 
 
-async def race(writers: list[LogWriter], claims: list[Event]) -> list[Appended | Ended | Fenced]:
+async def race(writers: list[LogWriter], claims: list[Event]) -> list[Appended | Ended | Fenced | TooLarge]:
     return await asyncio.gather(*(one.append(event) for one, event in zip(writers, claims, strict=True)))
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from headrace.schemas.chunks import ChoiceDelta
 from headrace.schemas.events import Event, Owner
 from headrace.schemas.openai_chunks import ChunkEncoder, decode_chunk
-from headrace.worker.appending import Appended, Ended, Fenced
+from headrace.worker.appending import Appended, Ended, Fenced, TooLarge
 from headrace.worker.deltas import DeltaFlow
 
 OWNER = Owner(worker="w", epoch="e")
@@ -23,7 +23,7 @@ class ScriptedWriter:
         self.events: list[Event] = []
         self.is_appending = False
 
-    async def append(self, event: Event) -> Appended | Ended | Fenced:
+    async def append(self, event: Event) -> Appended | Ended | Fenced | TooLarge:
         assert not self.is_appending
         self.is_appending = True
         for _ in range(self._turns[len(self.events) % len(self._turns)]):
@@ -46,7 +46,7 @@ def test_every_token_once_and_in_order(
     texts: list[str], turns: list[int], pauses: list[bool], refuse_at: int | None
 ) -> None:
     writer = ScriptedWriter(turns, refuse_at)
-    refused: list[Ended | Fenced] = []
+    refused: list[Ended | Fenced | TooLarge] = []
 
     async def write() -> DeltaFlow:
         flow = DeltaFlow(

@@ -310,7 +310,7 @@ async def test_whatever_is_lost_no_delta_is_doubled_or_missing(data: st.DataObje
         intruder: Event | None = data.draw(st.sampled_from([None, CANCELLED, REQUEUED]))
         comes_before = data.draw(st.integers(0, 5))
         written = 0
-        result: Appended | Ended | Fenced = Appended(20)
+        result: Appended | Ended | Fenced | TooLarge = Appended(20)
         for offset in range(6):
             if intruder is not None and offset == comes_before:
                 log.put(intruder, log.events[-1].sequence)
