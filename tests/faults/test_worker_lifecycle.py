@@ -122,7 +122,7 @@ async def test_a_worker_whose_pull_loop_dies_ends_with_its_error(running: Deploy
     part = await running.worker(sim(), worker="broken", may_fail=True)
     reading = Reading("goes on", 5)
 
-    async def breaks(self: Puller, *, resync: bool) -> None:
+    async def breaks(self: Puller) -> None:
         raise RuntimeError("a defect of the pull loop")
 
     with patch.object(Puller, "_round", breaks):

@@ -277,8 +277,8 @@ class ModelBroker:
             kind = headers.get("Headrace-Event")
             self.note(f"{sender.name}: {kind or 'write'} on {_short(subject)} REFUSED (expected {expected})")
             return _error(_WRONG_LAST, f"wrong last sequence: {last.seq if last else 0}")
-        limit = stream.config.get("max_msgs")
-        if limit is not None and len(stream.live) >= limit:
+        limit = stream.config.get("max_msgs", -1)
+        if 0 <= limit <= len(stream.live):
             return _error(_FULL, "maximum messages exceeded")
         message = self.store(stream, subject, data, headers, sender)
         if message_id:
@@ -294,7 +294,8 @@ class ModelBroker:
         messages = stream.by_subject.setdefault(subject, [])
         messages.append(message)
         self.on_store(stream, message, sender)
-        while len(messages) > stream.config.get("max_msgs_per_subject", len(messages)):
+        most = stream.config.get("max_msgs_per_subject", -1)
+        while 0 < most < len(messages):
             stream.remove(messages[0])
         if "subject_delete_marker_ttl" in stream.config and "Nats-TTL" in headers:
             due = self.loop.time() + float(headers["Nats-TTL"]) + self._rng.uniform(0, 0.3)

@@ -69,7 +69,7 @@ class World:
         self.faults = msgspec.structs.replace(scenario.faults)
         self.settings = Settings(
             state_dir="unused",
-            nats_system_url="model" if scenario.has_notices else None,
+            nats_system_url="nats://model" if scenario.has_notices else None,
             ack_wait_s=4,
             request_timeout_s=1,
             retry_for_s=6,
