@@ -18,6 +18,7 @@ from nats.errors import NoRespondersError, SlowConsumerError
 from nats.errors import TimeoutError as NatsTimeoutError
 
 from headrace.bus.clock import BrokerClock
+from headrace.bus.steady import SteadyClient
 from headrace.errors import BrokerUnavailableError, BrokerUnsuitableError, NotProvisionedError
 from headrace.schemas.subjects import SERVICE_INBOX_PREFIX, Names
 from headrace.settings import Settings
@@ -126,20 +127,6 @@ class _ApiError(msgspec.Struct, frozen=True):
 
 class _ApiReply(msgspec.Struct, frozen=True):
     error: _ApiError | None = None
-
-
-class _SteadyClient(Client):
-    """The client, but a message it cannot decode is dropped.
-
-    Subjects, replies and headers are bytes that any publisher chooses. nats-py ends its read loop over what it does
-    not expect there, and the process stays deaf until its pings go unanswered, ten seconds later.
-    """
-
-    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
-        try:
-            await super()._process_msg(sid, subject, reply, data, headers)
-        except Exception as error:  # the edge of the read loop: whatever one message does, the next must be read
-            log.warning("a message that cannot be decoded was dropped: %s", type(error).__name__)
 
 
 class Bus:
@@ -354,7 +341,7 @@ async def connect(
         if any(not bus._is_leaving for bus in bus_holder):
             log.warning("lost the connection to the broker; reconnecting")
 
-    nc = _SteadyClient()
+    nc = SteadyClient()
     try:
         async with asyncio.timeout(settings.retry_for_s):
             await nc.connect(

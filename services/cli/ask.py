@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 import click
 import msgspec
 
+from headrace import __version__, telemetry
 from headrace.bus.connection import Bus
 from headrace.bus.overview import list_models, list_workers
 from headrace.cli.answer import Answer, follow
@@ -93,7 +94,9 @@ def ask(
     request |= {"queue_timeout_s": queue_timeout, "deadline_s": deadline, "stop": list(stops) or None, **sampling}
     configure_logging("ask", _LOG_LEVELS.get(settings.log_level, "warning"), json=False)
     asking = _ask(settings, {k: v for k, v in request.items() if v is not None}, model, tenant=tenant, as_json=as_json)
-    if asyncio.run(asking) == "interrupted":
+    with telemetry.configure("headrace-ask", instance_id="", version=__version__):
+        finish = asyncio.run(asking)
+    if finish == "interrupted":
         raise KeyboardInterrupt
 
 

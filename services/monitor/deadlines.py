@@ -31,6 +31,8 @@ _GRACE_S: Final = 0.5
 """The worker that holds an overdue job ends it itself; a monitor steps in only after that."""
 _AGAIN_S: Final = 5.0
 _MAX_APPENDS: Final = 4
+_MAX_JOBS: Final = 1_000_000
+"""Beyond it wakes are ignored, as nobody checks who sends them; the next rebuild finds what is really queued."""
 
 
 class Deadlines:
@@ -71,7 +73,7 @@ class Deadlines:
     def note(self, job: Job, sequence: int) -> None:
         """Remember a queued message."""
         key = (job.model, sequence)
-        if key in self._jobs:
+        if key in self._jobs or len(self._jobs) >= _MAX_JOBS:
             return
         self._jobs[key] = job
         for at in (job.queue_until, job.deadline_at):

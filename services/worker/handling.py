@@ -21,6 +21,7 @@ from headrace.schemas.jobs import Job
 from headrace.schemas.refusals import Refusal
 from headrace.schemas.states import JobState, fold
 from headrace.telemetry import Span, Step, job_attributes, step_span
+from headrace.telemetry.names import EVENT_REQUEUED, HEADRACE_REASON
 from headrace.worker.appending import Appended
 from headrace.worker.claim import Action, Decision, Situation, decide
 from headrace.worker.engines.base import Engine
@@ -205,7 +206,7 @@ class Handler:
             by=self._identity(held.delivery.sequence),
         )
         await self._settler.writer(job, state).append(event)
-        span.add_event("requeued", {"headrace.reason": event.reason})
+        span.add_event(EVENT_REQUEUED, {HEADRACE_REASON: event.reason})
 
     async def _decide(self, held: Held, job: Job, state: JobState) -> Decision:
         owner_seen = None
@@ -335,7 +336,7 @@ class Handler:
             self._settler.record_end(span, outcome.event)
             await self._settler.settle(held, job)
             return
-        span.add_event("requeued", {"headrace.reason": outcome.event.reason if outcome.event else ""})
+        span.add_event(EVENT_REQUEUED, {HEADRACE_REASON: outcome.event.reason if outcome.event else ""})
         span.fail("engine_error" if outcome.is_fault else "handed_back")
         delay_s = 0.0
         if outcome.is_busy:

@@ -1,8 +1,6 @@
 """What running a job takes, by the engine's own tokenizer and limits: the guard of last resort before it runs."""
 
-import asyncio
 import logging
-from typing import Final
 
 import msgspec
 
@@ -17,13 +15,12 @@ from headrace.schemas.openai import (
 )
 from headrace.schemas.refusals import Refusal
 from headrace.worker.engines.base import Engine
+from headrace.worker.enginewatch import why_unhealthy
 from headrace.worker.ledger import Ledger
 
 __all__ = ["NotNow", "Plan", "Planner"]
 
 log = logging.getLogger(__name__)
-
-_HEALTH_TIMEOUT_S: Final = 2.0
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +59,7 @@ class Planner:
             return NotNow(is_busy=True)
         except EngineError as error:
             log.warning("job %s: the engine cannot count its tokens: %s", job.job, error)
-            if await self._is_well():  # then it is the request that it cannot take
+            if not await why_unhealthy(self._engine):  # then it is the request that it cannot take
                 return Refusal(code="engine_error", message="the engine cannot read this request's prompt")
             return NotNow(is_busy=False)
         facts = self._engine.facts
@@ -81,11 +78,3 @@ class Planner:
                 message=f"the request needs {need} KV tokens; this worker's engine has {self._ledger.capacity_tokens}",
             )
         return Plan(request=request, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens, need_tokens=need)
-
-    async def _is_well(self) -> bool:
-        try:
-            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-                await self._engine.check_health()
-        except (EngineError, TimeoutError):
-            return False
-        return True

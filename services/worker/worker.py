@@ -7,7 +7,7 @@ import socket
 import time
 import uuid
 from collections import deque
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
@@ -22,6 +22,7 @@ from headrace.schemas.events import Owner
 from headrace.schemas.subjects import DEFAULT_POOL
 from headrace.schemas.workers import Heartbeat, WorkerNudge, WorkerState
 from headrace.worker.engines.base import Engine
+from headrace.worker.enginewatch import EngineFailure, until_engine_fails
 from headrace.worker.handling import Handler
 from headrace.worker.held import HeldSet
 from headrace.worker.ledger import Ledger
@@ -42,9 +43,6 @@ _RESTART_MAX_S: Final = 30.0
 _WATCH_EVERY_S: Final = 0.25
 _STOP_AGAIN_S: Final = 0.1
 _OWN_PAUSE_S: Final = 1.0
-_HEALTH_EVERY_S: Final = 1.0
-_HEALTH_TIMEOUT_S: Final = 2.0
-_NUM_UNHEALTHY: Final = 3
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -313,12 +311,12 @@ class Worker:
 
     async def _supervise_engine(self) -> None:
         while True:
-            reason, why = await self._until_engine_fails()
+            reason, why = await until_engine_fails(self._engine, self._engine_hangs, stall_s=self._settings.stall_s)
             log.error("the engine failed: %s", why)
             await self._restart_engine(reason, why)
             self._engine_hangs.clear()
 
-    async def _restart_engine(self, reason: Literal["engine_died", "stalled"], why: str) -> None:
+    async def _restart_engine(self, reason: EngineFailure, why: str) -> None:
         self._set_state("Failed", why)
         for execution in self._held.executions():
             execution.stop(reason)
@@ -359,39 +357,6 @@ class Worker:
                 execution.stop("stalled")
             if stalled and all(now - execution.last_progress > stall_s / 2 for execution in executions):
                 self._engine_hangs.set()
-
-    async def _until_engine_fails(self) -> tuple[Literal["engine_died", "stalled"], str]:
-        """Return with the reason once the engine ended, hangs, or was unhealthy some times in a row."""
-        num_bad = 0
-        async with asyncio.TaskGroup() as group:
-            dying = group.create_task(self._engine.wait_died(), name="engine death")
-            hanging = group.create_task(self._engine_hangs.wait(), name="engine hang")
-            try:
-                while True:
-                    done, _ = await asyncio.wait(
-                        [dying, hanging], timeout=_HEALTH_EVERY_S, return_when=asyncio.FIRST_COMPLETED
-                    )
-                    if dying in done:
-                        return "engine_died", dying.result()
-                    if hanging in done:
-                        return "stalled", f"no request made progress for {self._settings.stall_s:g} s"
-                    num_bad = num_bad + 1 if (why := await self._unhealthy()) else 0
-                    if num_bad >= _NUM_UNHEALTHY:
-                        return "engine_died", why
-            finally:
-                dying.cancel()
-                hanging.cancel()
-
-    async def _unhealthy(self) -> str:
-        """Why the engine does not answer its health check; empty if it does."""
-        try:
-            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-                await self._engine.check_health()
-        except TimeoutError:
-            return f"its health check did not answer within {_HEALTH_TIMEOUT_S:g} s"
-        except EngineError as error:
-            return str(error) or "its health check failed"
-        return ""
 
     # after a job
 
