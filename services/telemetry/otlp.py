@@ -49,7 +49,11 @@ class OtlpPipeline:
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self.tracer = self._provider.get_tracer("headrace", version, names.SCHEMA_URL)
         for name in _LOGGERS:
-            logging.getLogger(name).addFilter(self._failures)
+            logger = logging.getLogger(name)
+            # One that was closed may still be on its way out, and would take our failures for its own.
+            for stale in [each for each in logger.filters if isinstance(each, _FailureFilter)]:
+                logger.removeFilter(stale)
+            logger.addFilter(self._failures)
 
     def close(self) -> None:
         """Send what is queued and stop, in `FLUSH_TIMEOUT_S` at most; at the first sign that it would fail, at once.
