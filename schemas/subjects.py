@@ -43,6 +43,8 @@ WORKER_GROUP: Final = "worker"
 
 # Headers of ours, on requests, queue messages and events.
 HDR_ID: Final = "Headrace-Id"
+HDR_NEW_ID: Final = "Headrace-New-Id"
+"""Beside an id that was made up for this request and is sent for the first time: no job of it needs looking for."""
 HDR_PRIORITY: Final = "Headrace-Priority"
 HDR_POOL: Final = "Headrace-Pool"
 HDR_QUEUE_TIMEOUT: Final = "Headrace-Queue-Timeout"

@@ -11,6 +11,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
+from headrace.bus.clock import parse_time
 from headrace.bus.connection import (
     ERR_CONSUMER_NOT_FOUND,
     ERR_MESSAGE_NOT_FOUND,
@@ -58,6 +59,7 @@ class _InfoState(msgspec.Struct, frozen=True):
 class _Place(msgspec.Struct, frozen=True):
     consumer_seq: int = 0
     stream_seq: int = 0
+    last_active: str | None = None
 
 
 class _ConsumerInfo(msgspec.Struct, frozen=True):
@@ -192,6 +194,15 @@ class JobQueue:
             delivered=info.delivered.stream_seq,
             consumer_sequence=info.delivered.consumer_seq,
         )
+
+    async def last_delivered_at(self, queue: QueueName) -> float | None:
+        """Unix seconds, by the broker's clock, at which it last sent a message of the queue to a worker."""
+        try:
+            data = await self._bus.api(f"CONSUMER.INFO.{self.stream}.{queue.consumer}")
+        except ApiRefused as refused:
+            raise BrokerUnavailableError(f"consumer {queue.consumer} of {self.stream}: {refused}") from None
+        at = msgspec.json.decode(data, type=_ConsumerInfo).delivered.last_active
+        return parse_time(at) if at is not None else None
 
     async def nak_on_behalf(self, queue: QueueName, sequence: int, progress: Progress) -> None:
         """Hand a message back that somebody else holds; `progress` must have been read just now.

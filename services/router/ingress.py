@@ -104,7 +104,8 @@ class Ingress:
             return Refusal(code="model_not_found", message="the model is not known here", param="model")
         span.set({"gen_ai.request.model": wish.model})
         digest = body_hash(wish.op, wish.model, incoming.data)
-        if wish.job is not None and await self._log.last_from_leader(wish.tenant, wish.job) is not None:
+        may_be_known = wish.job is not None and subjects.HDR_NEW_ID not in incoming.headers
+        if wish.job is not None and may_be_known and await self._log.last_from_leader(wish.tenant, wish.job):
             return await self._attach(incoming, wish, wish.job, digest, span)
         need = await self._sizing.need_tokens(wish, incoming.data)
         if isinstance(need, Refusal):
@@ -158,7 +159,10 @@ class Ingress:
             self._models.note_published(job.model, wish.queue)
         else:
             return await self._duplicate(incoming, wish, job, result, span)
-        body = await self._accepted_body(wish, job.job, result.sequence)
+        if self._models.is_room_left(job.model, wish.queue.pool, job.need_tokens):
+            body = AcceptedBody(job=job.job, sequence=result.sequence, position=0, eta_s=0.0, model=job.model)
+        else:
+            body = await self._accepted_body(wish, job.job, result.sequence)
         secured = await self._secure(incoming, job.tenant, job.job)
         await self._answer(incoming, body)
         await self._append_accepted(job, body)

@@ -1,11 +1,13 @@
 """Which models a router knows, and what their workers can carry."""
 
 import time
+from collections import deque
 from typing import Final
 
 from headrace.bus.connection import Bus
 from headrace.bus.heartbeats import WorkersView
 from headrace.bus.jobqueue import JobQueue, QueueCounts
+from headrace.router.position import num_startable
 from headrace.schemas.subjects import DEFAULT_POOL, QueueName
 from headrace.schemas.workers import Heartbeat
 
@@ -15,6 +17,9 @@ _KNOWN_FOR_S: Final = 60.0
 _UNKNOWN_FOR_S: Final = 1.0
 _COUNTS_FOR_S: Final = 0.1
 _MAX_REMEMBERED: Final = 4_096
+_UNSEEN_FOR_S: Final = 1.0
+"""How long a published job may be missing from the workers' beats."""
+_MAX_UNSEEN: Final = 1_024
 
 
 class Models:
@@ -26,6 +31,7 @@ class Models:
         self._queues: dict[str, JobQueue] = {}
         self._answers: dict[str, tuple[float, bool]] = {}
         self._counts: dict[str, tuple[float, QueueCounts]] = {}
+        self._unseen: dict[tuple[str, str], deque[float]] = {}
 
     async def is_known(self, model: str) -> bool:
         """Whether the model has a job stream."""
@@ -69,6 +75,18 @@ class Models:
         known = self._counts.get(model)
         if known is not None:
             known[1][queue] = known[1].get(queue, 0) + 1
+        self._unseen.setdefault((model, queue.pool), deque(maxlen=_MAX_UNSEEN)).append(time.monotonic())
+
+    def is_room_left(self, model: str, pool: str, need_tokens: int) -> bool:
+        """Whether the workers have more room than they could be missing jobs of ours, so that a job starts at once.
+
+        Then nothing waits, and nobody needs to ask the broker what does. Jobs that other routers published a moment
+        ago are not seen; a position is a moment old anyway.
+        """
+        unseen = self._unseen.get((model, pool), ())
+        horizon = time.monotonic() - _UNSEEN_FOR_S
+        num_unseen = sum(at > horizon for at in unseen)
+        return num_startable(self.workers_of(model, pool), need_tokens) >= num_unseen
 
     def workers_of(self, model: str, pool: str = DEFAULT_POOL) -> list[Heartbeat]:
         """Live workers of a model's pool that are not leaving."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from headrace.schemas.subjects import LANES, QueueName
 from headrace.schemas.workers import Heartbeat
 
-__all__ = ["eta_s", "position", "retry_after_s", "waiting_of"]
+__all__ = ["eta_s", "num_startable", "position", "retry_after_s", "waiting_of"]
 
 
 def waiting_of(messages: Mapping[QueueName, int], workers: Iterable[Heartbeat]) -> dict[QueueName, int]:
@@ -35,6 +35,19 @@ def position(waiting: Mapping[QueueName, int], queue: QueueName, *, num_ahead: i
         elif other.lane == queue.lane:
             before += min(number, num_ahead + 1)
     return before
+
+
+def num_startable(workers: Iterable[Heartbeat], need_tokens: int) -> int:
+    """Requests of one size that could start now, by what the workers say. None where a larger one waits already."""
+    number = 0
+    for beat in workers:
+        if beat.waiting:
+            continue
+        slots = max(0, beat.max_concurrency - beat.running)
+        if beat.kv_capacity_tokens:
+            slots = min(slots, max(0, beat.kv_capacity_tokens - beat.kv_reserved_tokens) // max(1, need_tokens))
+        number += slots
+    return number
 
 
 def eta_s(num_before: int, workers: Iterable[Heartbeat]) -> float | None:

@@ -49,8 +49,8 @@ _SERVICE_TIME_WEIGHT: Final = 0.1
 class Handler:
     """Takes fetched messages to their end. One per worker.
 
-    `identity` gives this registration as an owner for a queue sequence; `beat_settled` waits for a beat under way;
-    `room_changed` is called when memory or a slot is freed. Nothing it does with one message can hurt another.
+    `identity` gives this registration as an owner for a queue sequence; `beat_settled` waits for beats older than a
+    number; `room_changed` is called when memory or a slot is freed. Nothing it does with one message can hurt another.
     `seconds_per_job` is a moving average over the jobs it ran to their end.
     """
 
@@ -63,7 +63,7 @@ class Handler:
         ledger: Ledger,
         held: HeldSet,
         identity: Callable[[int], Owner],
-        beat_settled: Callable[[], Awaitable[None]],
+        beat_settled: Callable[[int], Awaitable[None]],
         room_changed: Callable[[], None],
         job_ended: Callable[[str, str], None],
     ) -> None:
@@ -257,7 +257,7 @@ class Handler:
     async def _claim_and_run(self, held: Held, job: Job, plan: Plan, state: JobState, span: Span) -> bool:
         """False if another event came first (back to the top)."""
         async with asyncio.timeout(self._settings.retry_for_s):
-            await self._beat_settled()
+            await self._beat_settled(held.listed_in)
         if held.is_void:
             return True
         owner = self._identity(held.delivery.sequence)

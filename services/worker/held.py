@@ -23,7 +23,8 @@ class Held:
     `is_backing_off` while it is kept back after a fault, `is_suspect` while it is the one job
     here that may be what its engines fail of.
 
-    `is_void` once the worker lost its registration: then nothing more may be written for it, nor settled.
+    `listed_in` is the number of the first beat that lists it. `is_void` once the worker lost its registration: then
+    nothing more may be written for it, nor settled.
     """
 
     def __init__(self, delivery: Delivery, tenant: Tenant, job: JobId) -> None:
@@ -31,6 +32,7 @@ class Held:
         self.tenant = tenant
         self.job = job
         self.attempt = 1
+        self.listed_in = 0
         self.execution: Execution | None = None
         self.is_waiting = False
         self.is_backing_off = False
@@ -49,9 +51,12 @@ class Held:
 
 
 class HeldSet:
-    """The held messages by stream sequence. `on_change` is called whenever the heartbeat's list changes."""
+    """The held messages by stream sequence.
 
-    def __init__(self, on_change: Callable[[], None]) -> None:
+    `on_change` is called whenever the heartbeat's list changes, and returns the number of the beat that says so.
+    """
+
+    def __init__(self, on_change: Callable[[], int]) -> None:
         self._entries: dict[int, Held] = {}
         self._on_change = on_change
         self.became_empty = asyncio.Event()
@@ -70,7 +75,7 @@ class HeldSet:
         """List a message, before anything is done with it."""
         self._entries[held.delivery.sequence] = held
         self.became_empty.clear()
-        self._on_change()
+        held.listed_in = self._on_change()
 
     def remove(self, held: Held) -> None:
         """Forget a message."""

@@ -52,7 +52,7 @@ class Pulse:
         self._new_epoch = new_epoch
         self._on_lost = on_lost
         self._stuck_after_s = stuck_after_s
-        self._beat: Heartbeat | None = None
+        self._composed: tuple[int, Heartbeat] | None = None
         self._composed_at = time.monotonic()
         self._heart: Heart | None = None
         self._first_epoch = new_epoch()
@@ -78,16 +78,19 @@ class Pulse:
         """Whether the last acknowledged beat is younger than half the TTL; a worker that is not must not fetch."""
         return self._heart is not None and self._heart.is_fresh
 
-    def changed(self) -> None:
-        """Compose a beat and send it soon."""
-        self.refresh()
+    def changed(self) -> int:
+        """Compose a beat and send it soon; returns its number."""
+        number = self.refresh()
         if self._loop is not None and self._heart is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._heart.changed)
+        return number
 
-    def refresh(self) -> None:
-        """Compose the beat to be sent next."""
-        self._beat = self._compose()
+    def refresh(self) -> int:
+        """Compose the beat to be sent next; returns its number."""
+        number = self._composed[0] + 1 if self._composed is not None else 0
+        self._composed = (number, self._compose())
         self._composed_at = time.monotonic()
+        return number
 
     async def refresh_for_ever(self) -> None:
         """Keep the figures of the beat current, and show that the loop turns."""
@@ -95,16 +98,16 @@ class Pulse:
             self.refresh()
             await asyncio.sleep(self._settings.heartbeat_s)
 
-    async def settled(self) -> None:
-        """Wait until no beat is under way that was composed before now; see `Heart.settled`.
+    async def settled(self, number: int) -> None:
+        """Wait until no beat is under way that is older than `number`, which was composed before; see `Heart.settled`.
 
         The heart marks a beat as under way before it takes the composed one, and we composed before we look, so one
         of the two sees the other.
         """
         if self._heart is None or self._loop is None:
             raise BrokerUnavailableError("the worker is not registered")
-        if not self._heart.is_settled:
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._heart.settled(), self._loop))
+        if not self._heart.is_settled(number):
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._heart.settled(number), self._loop))
 
     async def start(self) -> None:
         """Register and begin to beat. Raises what keeps the worker from registering."""
@@ -185,10 +188,11 @@ class Pulse:
                 log.warning("cannot register yet: %s", error)
                 await retries.pause()
 
-    def _beat_of(self, bus: Bus) -> Heartbeat:
+    def _beat_of(self, bus: Bus) -> tuple[int, Heartbeat]:
         assert self._heart is not None
-        assert self._beat is not None
-        return msgspec.structs.replace(self._beat, epoch=self._heart.epoch, connection=bus.connection_id)
+        assert self._composed is not None
+        number, beat = self._composed
+        return number, msgspec.structs.replace(beat, epoch=self._heart.epoch, connection=bus.connection_id)
 
     async def _tell_lost(self) -> None:
         assert self._main_loop is not None

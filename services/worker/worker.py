@@ -26,7 +26,7 @@ from headrace.worker.enginewatch import EngineFailure, until_engine_fails
 from headrace.worker.handling import Handler
 from headrace.worker.held import HeldSet
 from headrace.worker.ledger import Ledger
-from headrace.worker.memory import read_host_memory
+from headrace.worker.memory import HostMemory
 from headrace.worker.puller import Puller
 from headrace.worker.pulse import Pulse
 from headrace.worker.tokenizing import tokenize_endpoint
@@ -76,6 +76,7 @@ class Worker:
         self._state: WorkerState = "Starting"
         self._reason = ""
         self._engine_run = 0
+        self._host_memory = HostMemory()
         self._ledger = Ledger(capacity_tokens=options.kv_tokens, max_concurrency=options.max_concurrency or 1)
         self._heart = Pulse(
             bus,
@@ -249,7 +250,7 @@ class Worker:
     def _beat(self) -> Heartbeat:
         is_started = self._state != "Starting"
         facts = self._engine.facts if is_started else None
-        memory = read_host_memory()
+        memory = self._host_memory.recent()
         return Heartbeat(
             worker=self._options.worker,
             epoch=self._heart.epoch,
