@@ -7,7 +7,7 @@ from typing import Final
 from headrace.bus.connection import Bus
 from headrace.bus.heartbeats import WorkersView
 from headrace.bus.jobqueue import JobQueue, QueueCounts
-from headrace.router.position import num_startable
+from headrace.discipline.position import num_startable
 from headrace.schemas.subjects import DEFAULT_POOL, QueueName
 from headrace.schemas.workers import Heartbeat
 
