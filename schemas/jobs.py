@@ -101,6 +101,12 @@ def decode_job(headers: Mapping[str, str] | None, body: bytes) -> Job | None:
     return job if are_times and is_name(job.tenant) and is_job_id(job.job) else None
 
 
+def decode_need(headers: Mapping[str, str]) -> int:
+    """Estimated KV tokens of the job that a wake announces; 0 where it does not say."""
+    text = headers.get(_HDR_NEED, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else 0
+
+
 def body_hash(op: str, model: str, body: bytes) -> str:
     """What tells two requests under one id apart: BLAKE2b (128 bit) over operation, model and body bytes, as hex."""
     return hashlib.blake2b(b"\0".join((op.encode(), model.encode(), body)), digest_size=16).hexdigest()

@@ -108,12 +108,14 @@ def decode_heartbeat(data: bytes) -> Heartbeat | None:
 class WorkerNudge(msgspec.Struct, frozen=True, kw_only=True):
     """A nudge on a worker's control subject; at most once, so it only ever hastens what the log or key says anyway.
 
-    Sent by whoever cancelled a job (`cancelled`) and by operators (`drain`).
+    Sent by whoever cancelled a job (`cancelled`), by operators (`drain`), and by whoever has a job that this worker
+    would start at once (`wake`, with the consumer to fetch it from).
     """
 
-    kind: Literal["cancelled", "drain", "evicted"]
+    kind: Literal["cancelled", "drain", "evicted", "wake"]
     tenant: str | None = None
     job: str | None = None
+    consumer: str | None = None
 
 
 class TokenCount(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ from headrace.errors import BrokerUnavailableError, NotProvisionedError
 from headrace.schemas import subjects
 from headrace.schemas.jobs import Job, decode_job
 from headrace.schemas.subjects import QueueName
+from headrace.schemas.workers import WorkerNudge
 
 __all__ = ["Delivery", "JobQueue", "Progress", "QueueCounts"]
 
@@ -288,6 +289,23 @@ class JobQueue:
     async def wake(self, queue: QueueName, headers: Mapping[str, str]) -> None:
         """Wake one worker for a job that was handed back."""
         await self._bus.publish(self._bus.names.wake(self.model, queue), headers=headers)
+
+    async def wake_worker(self, worker: str, queue: QueueName) -> None:
+        """Wake one worker by name, for a job that it would start at once."""
+        nudge = WorkerNudge(kind="wake", consumer=queue.consumer)
+        await self._bus.publish(self._bus.names.ctl(worker), msgspec.json.encode(nudge))
+
+    async def oldest_waiting_at(self, queue: QueueName) -> float | None:
+        """Unix seconds at which the job was accepted that no worker was given yet and came first; None without one.
+
+        Two reads, so it may be a moment old. Jobs that were handed back are not looked at.
+        """
+        progress = await self.progress(queue)
+        subject = self._bus.names.jobs(self.model, queue)
+        payload = {"seq": (progress.delivered if progress is not None else 0) + 1, "next_by_subj": subject}
+        reply = await self._bus.request(f"$JS.API.DIRECT.GET.{self.stream}", msgspec.json.encode(payload))
+        job = decode_job(reply.headers or {}, b"")
+        return job.accepted_at if job is not None else None
 
     async def _info(self, payload: dict[str, Any]) -> _Info:
         try:

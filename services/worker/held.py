@@ -7,7 +7,7 @@ from typing import Final
 
 from headrace.bus.jobqueue import Delivery, JobQueue
 from headrace.errors import BrokerError
-from headrace.schemas.subjects import JobId, Tenant
+from headrace.schemas.jobs import Job
 from headrace.schemas.workers import HeldRequest
 from headrace.worker.execution import Execution
 
@@ -23,14 +23,15 @@ class Held:
     `is_backing_off` while it is kept back after a fault, `is_suspect` while it is the one job
     here that may be what its engines fail of.
 
-    `listed_in` is the number of the first beat that lists it. `is_void` once the worker lost its registration: then
-    nothing more may be written for it, nor settled.
+    `need_tokens` is the router's estimate, `listed_in` the number of the first beat that lists it. `is_void` once the
+    worker lost its registration: then nothing more may be written for it, nor settled.
     """
 
-    def __init__(self, delivery: Delivery, tenant: Tenant, job: JobId) -> None:
+    def __init__(self, delivery: Delivery, job: Job) -> None:
         self.delivery = delivery
-        self.tenant = tenant
-        self.job = job
+        self.tenant = job.tenant
+        self.job = job.job
+        self.need_tokens = job.need_tokens
         self.attempt = 1
         self.listed_in = 0
         self.execution: Execution | None = None
@@ -106,11 +107,6 @@ class HeldSet:
     def has_suspect(self) -> bool:
         """Whether a job is here that may be what its engines fail of."""
         return any(held.is_suspect for held in self._entries.values())
-
-    @property
-    def num_taking_a_slot(self) -> int:
-        """Messages that run, wait for memory, or are about to be claimed."""
-        return sum(not held.is_backing_off for held in self._entries.values())
 
     @property
     def num_running(self) -> int:

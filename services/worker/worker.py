@@ -16,17 +16,20 @@ from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import Delivery, JobQueue
 from headrace.bus.provision import ensure_jobs_stream, ensure_provisioned
 from headrace.bus.services import answering
+from headrace.discipline.room import fetchable_tokens
 from headrace.errors import BrokerError, BrokerUnavailableError, EngineError
 from headrace.lifecycle import Backoff, wait_first
 from headrace.schemas.events import Owner
-from headrace.schemas.subjects import DEFAULT_POOL
+from headrace.schemas.subjects import DEFAULT_POOL, QueueName
 from headrace.schemas.workers import Heartbeat, WorkerNudge, WorkerState
 from headrace.worker.engines.base import Engine
 from headrace.worker.enginewatch import EngineFailure, until_engine_fails
+from headrace.worker.gate import Gate
 from headrace.worker.handling import Handler
 from headrace.worker.held import HeldSet
 from headrace.worker.ledger import Ledger
 from headrace.worker.memory import HostMemory
+from headrace.worker.neighbours import Neighbours
 from headrace.worker.puller import Puller
 from headrace.worker.pulse import Pulse
 from headrace.worker.tokenizing import tokenize_endpoint
@@ -43,6 +46,8 @@ _RESTART_MAX_S: Final = 30.0
 _WATCH_EVERY_S: Final = 0.25
 _STOP_AGAIN_S: Final = 0.1
 _OWN_PAUSE_S: Final = 1.0
+_MAX_WAITERS: Final = 4
+"""Requests held that do not fit now, so that smaller ones behind them are found."""
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,20 +92,30 @@ class Worker:
             stuck_after_s=self._settings.stall_s,
         )
         self._held = HeldSet(self._heart.changed)
+        self._gate = Gate(self._ledger, ageing_s=self._settings.ageing_s, on_change=self._room_changed)
         self._queue = JobQueue(bus, options.model, on_late=self._on_late)
         self._log = JobLog(bus)
         self._handler = Handler(
             bus,
             queue=self._queue,
             engine=engine,
-            ledger=self._ledger,
+            gate=self._gate,
+            neighbours=Neighbours(bus, worker=options.worker, model=options.model),
             held=self._held,
             identity=self._identity,
             beat_settled=self._heart.settled,
             room_changed=self._room_changed,
+            passed_on=self._passed_on,
             job_ended=self._job_ended,
         )
-        self._puller = Puller(bus, self._queue, pool=options.pool, has_room=self._has_room, take=self._take)
+        self._puller = Puller(
+            bus,
+            self._queue,
+            pool=options.pool,
+            fetchable_tokens=self._fetchable_tokens,
+            take=self._take,
+            ageing_s=self._settings.ageing_s,
+        )
         self._purges: deque[tuple[float, str, str]] = deque(maxlen=_MAX_PURGES_WAITING)
         self._group: asyncio.TaskGroup | None = None
         self._nudged = asyncio.Event()
@@ -193,14 +208,18 @@ class Worker:
 
     # what it can take
 
-    def _has_room(self) -> bool:
-        return (
-            self._state in ("Ready", "Busy")
-            and self._heart.is_fresh
-            and not self._held.num_waiting
-            and self._held.num_taking_a_slot < self._ledger.max_concurrency
-            and self._ledger.has_slot
-        )
+    def _fetchable_tokens(self) -> int:
+        """KV tokens that a job fetched now may need to start at once; 0: fetch nothing.
+
+        A job that was fetched and whose exact need is not known yet counts with the router's estimate.
+        """
+        if self._state not in ("Ready", "Busy") or not self._heart.is_fresh:
+            return 0
+        room = self._gate.room
+        for held in self._held:
+            if not held.is_waiting and not held.is_backing_off and held not in self._gate:
+                room = room.with_one_more(held.need_tokens)
+        return fetchable_tokens(room, self._gate.waiters, ageing_s=self._settings.ageing_s, max_waiters=_MAX_WAITERS)
 
     def _take(self, delivery: Delivery) -> None:
         assert self._group is not None
@@ -208,11 +227,14 @@ class Worker:
         self._group.create_task(self._handler.handle(delivery, held), name=f"message {delivery.sequence}")
 
     async def _on_late(self, delivery: Delivery) -> None:
-        if self._has_room():
+        if self._fetchable_tokens():
             self._take(delivery)
         else:
             await self._queue.nak(delivery)
             await self._queue.wake(delivery.queue, delivery.headers)
+
+    def _passed_on(self, queue: QueueName, need_tokens: int) -> None:
+        self._puller.refund(queue, need_tokens)
 
     def _room_changed(self) -> None:
         if self._state in ("Ready", "Busy"):
@@ -220,7 +242,7 @@ class Worker:
         self._puller.look()
 
     def _has_slots(self) -> bool:
-        return self._ledger.has_slot and not self._held.num_waiting
+        return self._gate.room.has_slot and self._ledger.has_slot and not self._held.num_waiting
 
     async def _on_reconnect(self) -> None:
         self._heart.changed()
@@ -246,6 +268,7 @@ class Worker:
         facts = self._engine.facts
         self._ledger.max_concurrency = self._options.max_concurrency or facts.max_num_seqs or 1
         self._ledger.capacity_tokens = self._options.kv_tokens or facts.kv_capacity_tokens
+        self._gate.look()
 
     def _beat(self) -> Heartbeat:
         is_started = self._state != "Starting"
@@ -293,6 +316,10 @@ class Worker:
             self._heart.changed()  # the next beat is refused, and we know
         elif nudge.kind == "drain":
             self._nudged.set()
+        elif nudge.kind == "wake":
+            queue = QueueName.from_consumer(nudge.consumer or "")
+            if queue is not None:
+                await self._puller.wake(queue)
         elif nudge.tenant and nudge.job:
             await self._check_ended(nudge.tenant, nudge.job)
 
