@@ -60,6 +60,8 @@ HDR_EPOCH: Final = "Headrace-Epoch"
 HDR_ENGINE_RUN: Final = "Headrace-Engine-Run"
 HDR_HASH: Final = "Headrace-Hash"
 HDR_PASSED: Final = "Headrace-Passed"
+HDR_PREFERRED: Final = "Headrace-Preferred"
+"""Names the worker that has the beginning of the conversation in its cache: a hint to the others."""
 HDR_ATTACHED: Final = "Headrace-Attached"
 HDR_RETRY_AFTER: Final = "Retry-After"
 # Headers of NATS that we read or write.

@@ -9,6 +9,7 @@ from headrace import telemetry
 from headrace.bus.connection import Bus, Refused, Stored, Unknown
 from headrace.bus.joblog import JobLog
 from headrace.bus.services import IncomingRequest, refuse, reply_with
+from headrace.discipline.affinity import prefix_hashes
 from headrace.discipline.position import eta_s, position, retry_after_s, waiting_of
 from headrace.errors import BrokerError
 from headrace.lifecycle import Backoff
@@ -17,6 +18,7 @@ from headrace.router.deliveries import Deliveries
 from headrace.router.models import Models
 from headrace.router.sizing import Sizing
 from headrace.schemas import events, subjects
+from headrace.schemas.conversation import conversation_texts
 from headrace.schemas.events import AcceptedBody
 from headrace.schemas.jobs import Job, body_hash
 from headrace.schemas.openai import RequestLimits
@@ -122,6 +124,9 @@ class Ingress:
             deadline_s=wish.deadline_s,
             need_tokens=need,
             fallback=wish.fallback,
+            preferred=self._models.preferred(
+                wish.model, wish.queue.pool, prefix_hashes(conversation_texts(wish.request)), need
+            ),
         )
         span.set(
             job_attributes(
@@ -157,6 +162,8 @@ class Ingress:
             await retries.pause()
         if not result.is_duplicate:
             self._models.note_published(job.model, wish.queue)
+            if job.preferred is not None:
+                await queue.wake_worker(job.preferred, wish.queue)
         else:
             return await self._duplicate(incoming, wish, job, result, span)
         if self._models.is_room_left(job.model, wish.queue.pool, job.need_tokens):

@@ -2,11 +2,14 @@
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 from headrace.bus.connection import Bus
 from headrace.bus.heartbeats import WorkersView
 from headrace.bus.jobqueue import JobQueue, QueueCounts
+from headrace.discipline.affinity import preferred
+from headrace.discipline.placement import view_of
 from headrace.discipline.position import num_startable
 from headrace.schemas.subjects import DEFAULT_POOL, QueueName
 from headrace.schemas.workers import Heartbeat
@@ -95,6 +98,13 @@ class Models:
             for beat in self._workers.beats.values()
             if beat.model == model and beat.pool == pool and beat.state in ("Ready", "Busy")
         ]
+
+    def preferred(self, model: str, pool: str, hashes: Sequence[str], need_tokens: int) -> str | None:
+        """The worker with the longest part of these prefixes in its cache that would start the job now."""
+        if not hashes:
+            return None
+        views = [view_of(beat, prefixes=beat.prefixes) for beat in self.workers_of(model, pool)]
+        return preferred(hashes, views, need_tokens)
 
     def pools(self, model: str) -> frozenset[str]:
         """Pools that exist: the default one and those some worker serves."""

@@ -9,9 +9,11 @@ from headrace.discipline.room import Room, Waiter, startable
 from headrace.schemas.subjects import LANES
 from headrace.worker.held import Held
 from headrace.worker.ledger import Ledger
+from headrace.worker.watermarks import Watermarks, effective_concurrency
 
 __all__ = ["Gate"]
 
+_NEED_WEIGHT: Final = 0.1
 _LANE_RANK: Final = {lane: rank for rank, lane in enumerate(LANES)}
 
 
@@ -31,8 +33,8 @@ class Gate:
     """Reserves memory for those that `discipline.room.startable` names, the moment there is room for them.
 
     Nothing else reserves, so what runs and what was let in is always within the ledger's capacity. Whoever entered
-    leaves again, let in or not. `on_change` is called when somebody begins or ends to wait. `is_above_high_water`
-    keeps everybody out while it is set; call `look` when room was made otherwise.
+    leaves again, let in or not. `on_change` is called when somebody begins or ends to wait. Above the
+    high-water mark of `marks` nobody is let in; call `look` when room was made otherwise.
     """
 
     def __init__(self, ledger: Ledger, *, ageing_s: float, on_change: Callable[[], None]) -> None:
@@ -42,7 +44,8 @@ class Gate:
         self._waiting: dict[Held, _Waiting] = {}
         self._num_entered = 0
         self._is_closed = False
-        self.is_above_high_water = False
+        self._usual_need: float | None = None
+        self.marks = Watermarks()
 
     def __contains__(self, held: Held) -> bool:
         """Whether it was let in."""
@@ -51,7 +54,7 @@ class Gate:
     @property
     def room(self) -> Room:
         """The worker's room now."""
-        return self._ledger.room(is_above_high_water=self.is_above_high_water)
+        return self._ledger.room(is_above_high_water=self.marks.is_above)
 
     @property
     def waiters(self) -> list[Waiter]:
@@ -104,11 +107,21 @@ class Gate:
         for index in startable(self.room, waiters, ageing_s=self._ageing_s):
             waiting = ordered[index]
             self._ledger.reserve(waiting.held, waiting.need_tokens)
+            self._note_need(waiting.need_tokens)
             del self._waiting[waiting.held]
             waiting.is_in.set()
             if waiting.held.is_waiting:
                 waiting.held.is_waiting = False
                 self._on_change()
+
+    def effective_concurrency(self, *, default_need_tokens: int) -> int:
+        """How many requests memory lets run at once; of the usual need here, or of a default before there is one."""
+        usual = self._usual_need if self._usual_need is not None else float(default_need_tokens)
+        return effective_concurrency(self.room, usual_need_tokens=usual)
+
+    def _note_need(self, need_tokens: int) -> None:
+        known = self._usual_need
+        self._usual_need = need_tokens if known is None else known + _NEED_WEIGHT * (need_tokens - known)
 
     def _in_order(self) -> list[_Waiting]:
         return sorted(self._waiting.values(), key=lambda each: (_LANE_RANK[each.held.delivery.queue.lane], each.number))

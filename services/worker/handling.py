@@ -14,9 +14,11 @@ from headrace.bus.connection import Bus
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import Delivery, JobQueue
+from headrace.discipline.affinity import RecentPrefixes, prefix_hashes
 from headrace.discipline.placement import Placement, hand_back_delay_s, place
 from headrace.errors import BrokerError
 from headrace.schemas import events
+from headrace.schemas.conversation import conversation_texts
 from headrace.schemas.endings import deadline_exceeded, faults_exhausted, queue_timeout
 from headrace.schemas.events import Event, Owner
 from headrace.schemas.jobs import Job
@@ -79,6 +81,7 @@ class Handler:
         engine: Engine,
         gate: Gate,
         neighbours: Neighbours,
+        served: RecentPrefixes,
         held: HeldSet,
         identity: Callable[[int], Owner],
         beat_settled: Callable[[int], Awaitable[None]],
@@ -94,6 +97,7 @@ class Handler:
         self._engine = engine
         self._gate = gate
         self._neighbours = neighbours
+        self._served = served
         self._held = held
         self._identity = identity
         self._beat_settled = beat_settled
@@ -355,6 +359,7 @@ class Handler:
             clock=self._bus.clock,
             span=span,
         )
+        self._served.note(prefix_hashes(conversation_texts(plan.request)))
         self._room_changed()
         began = time.monotonic()
         try:

@@ -16,6 +16,7 @@ from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import Delivery, JobQueue
 from headrace.bus.provision import ensure_jobs_stream, ensure_provisioned
 from headrace.bus.services import answering
+from headrace.discipline.affinity import RecentPrefixes
 from headrace.discipline.room import fetchable_tokens
 from headrace.errors import BrokerError, BrokerUnavailableError, EngineError
 from headrace.lifecycle import Backoff, wait_first
@@ -81,6 +82,7 @@ class Worker:
         self._state: WorkerState = "Starting"
         self._reason = ""
         self._engine_run = 0
+        self._has_warned = False
         self._host_memory = HostMemory()
         self._ledger = Ledger(capacity_tokens=options.kv_tokens, max_concurrency=options.max_concurrency or 1)
         self._heart = Pulse(
@@ -93,6 +95,7 @@ class Worker:
         )
         self._held = HeldSet(self._heart.changed)
         self._gate = Gate(self._ledger, ageing_s=self._settings.ageing_s, on_change=self._room_changed)
+        self._served = RecentPrefixes()
         self._queue = JobQueue(bus, options.model, on_late=self._on_late)
         self._log = JobLog(bus)
         self._handler = Handler(
@@ -100,6 +103,7 @@ class Worker:
             queue=self._queue,
             engine=engine,
             gate=self._gate,
+            served=self._served,
             neighbours=Neighbours(bus, worker=options.worker, model=options.model),
             held=self._held,
             identity=self._identity,
@@ -111,6 +115,7 @@ class Worker:
         self._puller = Puller(
             bus,
             self._queue,
+            worker=options.worker,
             pool=options.pool,
             fetchable_tokens=self._fetchable_tokens,
             take=self._take,
@@ -134,6 +139,10 @@ class Worker:
                         self._held.renew_for_ever(self._queue, ack_wait_s=self._settings.ack_wait_s), name="renewals"
                     ),
                     group.create_task(self._watch_for_ever(), name="watchdog"),
+                    group.create_task(
+                        self._gate.marks.follow(self._engine, is_up=self._is_up, changed=self._marks_passed),
+                        name="usage",
+                    ),
                     group.create_task(self._purge_for_ever(), name="purges"),
                     group.create_task(keep_clock(self._bus), name="clock"),
                 ]
@@ -208,12 +217,19 @@ class Worker:
 
     # what it can take
 
+    def _is_up(self) -> bool:
+        return self._state in ("Ready", "Busy")
+
+    def _marks_passed(self) -> None:
+        self._gate.look()
+        self._room_changed()
+
     def _fetchable_tokens(self) -> int:
         """KV tokens that a job fetched now may need to start at once; 0: fetch nothing.
 
         A job that was fetched and whose exact need is not known yet counts with the router's estimate.
         """
-        if self._state not in ("Ready", "Busy") or not self._heart.is_fresh:
+        if not self._is_up() or not self._heart.is_fresh:
             return 0
         room = self._gate.room
         for held in self._held:
@@ -237,7 +253,7 @@ class Worker:
         self._puller.refund(queue, need_tokens)
 
     def _room_changed(self) -> None:
-        if self._state in ("Ready", "Busy"):
+        if self._is_up():
             self._set_state("Ready" if self._has_slots() else "Busy")
         self._puller.look()
 
@@ -290,6 +306,7 @@ class Worker:
             block_size=facts.block_size if facts is not None else 1,
             max_model_len=facts.max_model_len if facts is not None else None,
             max_concurrency=self._ledger.max_concurrency,
+            effective_concurrency=self._effective_concurrency(),
             running=self._held.num_running,
             waiting=self._held.num_waiting,
             interval_s=self._settings.heartbeat_s,
@@ -298,8 +315,19 @@ class Worker:
             memory_source=memory.source if memory is not None else None,
             seconds_per_job=self._handler.seconds_per_job,
             reason=self._reason,
+            prefixes=tuple(self._served),
             held=tuple(held.as_request() for held in self._held),
         )
+
+    def _effective_concurrency(self) -> int:
+        effective = self._gate.effective_concurrency(default_need_tokens=self._settings.default_max_tokens)
+        if effective < self._ledger.max_concurrency and self._is_up() and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%d requests may run at once, but memory (%s KV tokens) carries about %d of the usual size",
+                self._ledger.max_concurrency, self._ledger.capacity_tokens, effective,
+            )  # fmt: skip
+        return effective
 
     def _on_lost(self) -> None:
         self._held.void_all()

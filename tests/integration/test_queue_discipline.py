@@ -15,6 +15,7 @@ from headrace.client import Accepted, Client, Done, Started
 from headrace.errors import JobFailedError
 from headrace.schemas.subjects import QueueName
 from headrace.schemas.workers import Heartbeat
+from headrace.worker.engines.base import EngineUsage
 from tests.deployment import MODEL, Deployment, deployment, sim, until
 
 
@@ -145,7 +146,7 @@ async def test_a_small_request_is_backfilled_around_a_large_one_that_gets_its_ro
 
 async def test_short_requests_go_to_the_idle_worker_and_the_busy_one_holds_one(broker_url: str, prefix: str) -> None:
     """QUE-6."""
-    async with deployment(broker_url, prefix) as running:
+    async with deployment(broker_url, prefix, grace_s=0.2) as running:
         await running.worker(sim(tokens_per_second=10.0), worker="x", max_concurrency=1)
         async with sending(running) as jobs:
             long = await jobs.send("long", max_tokens=600)
@@ -175,7 +176,7 @@ async def test_what_does_not_fit_here_goes_to_a_worker_where_it_starts(broker_ur
 async def test_a_request_held_beside_a_full_engine_moves_to_a_worker_that_gets_room(
     broker_url: str, prefix: str
 ) -> None:
-    async with deployment(broker_url, prefix) as running:
+    async with deployment(broker_url, prefix, grace_s=0.2) as running:
         await running.worker(sim(kv_tokens=1000, block_size=1, tokens_per_second=20.0), worker="x")
         async with sending(running) as jobs:
             long = await jobs.send("long", max_tokens=800)
@@ -210,3 +211,60 @@ async def test_a_request_that_no_worker_could_hold_any_more_ends(broker_url: str
             return not any((await JobQueue(running.bus, MODEL).counts()).values())
 
         await until(is_gone)
+
+
+async def test_above_the_high_water_mark_nothing_is_fetched(broker_url: str, prefix: str) -> None:
+    async with deployment(broker_url, prefix, grace_s=0.5) as running:
+        engine = sim(kv_tokens=1000, block_size=1, max_concurrency=4)
+        usage = EngineUsage(kv_usage_ratio=0.96)
+
+        async def told() -> EngineUsage:
+            return usage
+
+        engine.usage = told  # type: ignore[method-assign]
+        await running.worker(engine, worker="w")
+
+        async def is_busy() -> bool:
+            beat = await beat_of(running, "w")
+            return beat.state == "Busy" and beat.effective_concurrency == 0
+
+        await until(is_busy)
+        async with sending(running) as jobs:
+            await jobs.send("a", max_tokens=2)
+            await asyncio.sleep(0.5)  # three looks around of the worker; nothing may come of them
+            assert jobs.started == []
+            assert (await beat_of(running, "w")).held == ()
+            usage = EngineUsage(kv_usage_ratio=0.9)
+            await asyncio.sleep(0.6)
+            assert jobs.started == []
+            usage = EngineUsage(kv_usage_ratio=0.5)
+            await jobs.until_started("a")
+
+
+async def test_repeated_beginnings_land_where_they_are_warm(broker_url: str, prefix: str) -> None:
+    async with deployment(broker_url, prefix) as running:
+        for number in range(3):
+            await running.worker(sim(), worker=f"w{number}")
+        beginnings = [f"{number} " + "it was the best of times " * 60 for number in range(6)]
+
+        async def ask(beginning: str, turn: int) -> str:
+            async with running.client.stream(model=MODEL, prompt=f"{beginning} {turn}", max_tokens=2) as stream:
+                worker = ""
+                async for event in stream:
+                    worker = event.worker if isinstance(event, Started) else worker
+                return worker
+
+        warm = {beginning: {await ask(beginning, 0)} for beginning in beginnings}
+
+        async def is_told() -> bool:
+            return sum([len((await beat_of(running, f"w{number}")).prefixes) for number in range(3)]) >= 6
+
+        await until(is_told)
+        await asyncio.sleep(1.0)  # a router lists the workers twice a second
+        num_warm = 0
+        for turn in range(1, 6):
+            for beginning in beginnings:
+                worker = await ask(beginning, turn)
+                num_warm += worker in warm[beginning]
+                warm[beginning].add(worker)
+        assert num_warm >= 0.8 * 30
