@@ -54,7 +54,9 @@ class Rounds(Generic[K]):
             waiting[key] = None
         balances = self._joined(waiting, weights)
         if tokens > 0:
-            balances = self._advanced(balances, self._num_rounds(balances[key], weights.get(key, 1.0)), waiting, weights)
+            balances = self._advanced(
+                balances, self._num_rounds(balances[key], weights.get(key, 1.0)), waiting, weights
+            )
             balances[key] -= tokens
         elif key in waiting:
             balances[key] -= tokens
