@@ -8,7 +8,7 @@ from headrace.discipline.placement import (
     MAX_HAND_BACKS_TO_IDLE,
     Placement,
     WorkerView,
-    hand_back_delay_s,
+    patience_s,
     place,
     view_of,
 )
@@ -40,47 +40,53 @@ others_of = st.lists(
 needs = st.integers(1, 1500)
 
 
-@given(needs, rooms, others_of, st.integers(1, 12))
-def test_a_hand_back_names_one_that_would_start_it_now(
-    need: int, room: Room, others: list[WorkerView], num_delivered: int
+held_times = st.sampled_from([0.0, 0.2, 0.25, 1.0, 2.0])
+
+
+@given(needs, rooms, others_of, st.integers(1, 12), held_times)
+def test_it_goes_where_it_starts_and_stays_only_where_it_can(
+    need: int, room: Room, others: list[WorkerView], num_delivered: int, held_s: float
 ) -> None:
     by_name = {other.worker: other for other in others}
-    placement, named = place(need, room, others, num_delivered=num_delivered)
+    placement, named = place(need, room, others, num_delivered=num_delivered, held_s=held_s)
+    would_start = [other for other in others if other.would_start(need)]
+    could_run = [other for other in others if other.could_ever_run(need)]
     match placement:
         case Placement.HAND_BACK:
             assert named is not None
-            assert by_name[named].would_start(need)
-            assert not room.fits(need)
-        case Placement.HAND_BACK_LATER:
-            assert named is not None
-            assert by_name[named].could_ever_run(need)
-            assert not room.could_ever_fit(need)
+            assert by_name[named] in (would_start or could_run)
+            assert would_start or (not room.could_ever_fit(need) and held_s >= patience_s(num_delivered))
         case Placement.NEVER:
             assert not room.could_ever_fit(need)
-            assert not any(other.could_ever_run(need) for other in others)
+            assert not could_run
+        case Placement.HOLD if room.could_ever_fit(need):
+            assert num_delivered > MAX_HAND_BACKS_TO_IDLE or not any(other.is_idle for other in would_start)
+            assert num_delivered > MAX_HAND_BACKS or not would_start
         case Placement.HOLD:
-            assert room.could_ever_fit(need)
-            if not room.fits(need) and num_delivered <= MAX_HAND_BACKS_TO_IDLE:
-                assert not any(other.is_idle and other.would_start(need) for other in others)
-                assert num_delivered > MAX_HAND_BACKS or not any(other.would_start(need) for other in others)
+            assert could_run
+            assert held_s < (0.25 if would_start else patience_s(num_delivered))
+            assert num_delivered > MAX_HAND_BACKS or not would_start
 
 
 @given(needs, rooms, st.lists(others_of, min_size=12, max_size=12))
 def test_it_cannot_go_round_for_ever_whatever_heartbeats_say(
     need: int, room: Room, seen: list[list[WorkerView]]
 ) -> None:
-    """Every worker that gets it can run it in time, is full, and believes what stale heartbeats say of others."""
+    """Whoever gets it cannot start it now, and believes what stale heartbeats say of others."""
+    at_once = [place(need, room, others, num_delivered=1 + number)[0] for number, others in enumerate(seen)]
+    assert at_once.count(Placement.HAND_BACK) <= MAX_HAND_BACKS_TO_IDLE
     if not room.could_ever_fit(need):
-        return
-    answers = [place(need, room, others, num_delivered=1 + number)[0] for number, others in enumerate(seen)]
-    assert answers.count(Placement.HAND_BACK) <= MAX_HAND_BACKS_TO_IDLE
-    assert set(answers[MAX_HAND_BACKS_TO_IDLE:]) == {Placement.HOLD}
+        assert Placement.HAND_BACK not in at_once[MAX_HAND_BACKS:]
+    else:
+        later = [
+            place(need, room, others, num_delivered=1 + number, held_s=9.0)[0] for number, others in enumerate(seen)
+        ]
+        assert set(later[MAX_HAND_BACKS_TO_IDLE:]) == {Placement.HOLD}
 
 
-def test_one_too_large_for_a_worker_comes_back_to_it_ever_more_rarely() -> None:
-    delays = [hand_back_delay_s(num_delivered) for num_delivered in range(1, 12)]
-    assert delays == [0.25, 0.5, 1.0, 2.0, 4.0, *[8.0] * 6]
-    assert hand_back_delay_s(10**6) == 8.0
+def test_one_too_large_for_a_worker_is_held_there_ever_longer() -> None:
+    assert [patience_s(num_delivered) for num_delivered in range(1, 7)] == [0.25, 0.5, 1.0, 2.0, 2.0, 2.0]
+    assert patience_s(10**6) == 2.0
 
 
 def test_a_heartbeat_as_a_view() -> None:
@@ -95,13 +101,14 @@ def test_a_heartbeat_as_a_view() -> None:
 
 
 class Job:
-    """A request on its way: how often it was delivered and handed back."""
+    """A request on its way: how often it was delivered and handed back, and the step of its start."""
 
     def __init__(self, need_tokens: int, run: int) -> None:
         self.need_tokens = need_tokens
         self.run = run
         self.num_delivered = 0
         self.num_handed_back = 0
+        self.started = 0
 
 
 class Station:
@@ -130,6 +137,8 @@ class Station:
 
     def start(self, now: int) -> None:
         started = startable(self.room, self.waiters(now), ageing_s=AGEING_S)
+        for index in started:
+            self.held[index][0].started = now
         self.running += [(self.held[index][0], now + self.held[index][0].run) for index in started]
         assert self.room.num_running <= self.max_concurrency
         assert self.room.reserved_tokens <= self.capacity
@@ -140,29 +149,35 @@ class Station:
 
 
 class Pool:
-    """Stations that share one queue. What is handed back goes to its head; the one named is woken for it."""
+    """Stations that share one queue. What is handed back goes to its head; the one named is woken for it first."""
 
     def __init__(self, stations: list[Station], jobs: list[Job]) -> None:
         self.stations = stations
+        self.jobs = jobs
         self.queue = list(jobs)
-        self.later: list[tuple[float, Job]] = []
         self.now = 0
         self.num_ended = 0
 
     def step(self) -> None:
-        """One second: what ended leaves, what was put off returns, then everybody fetches until nobody can."""
+        """One second: what ended leaves, all fetch, and ask again for what they hold, until nothing moves."""
         for station in self.stations:
             self.num_ended += sum(end <= self.now for _, end in station.running)
             station.running = [(job, end) for job, end in station.running if end > self.now]
-            station.start(self.now)
-        self.queue[:0] = [job for due, job in self.later if due <= self.now]
-        self.later = [(due, job) for due, job in self.later if due > self.now]
-        for station in self.stations:
-            self.replace(station)
-        while self.queue and any(station.can_fetch(self.now) for station in self.stations):
-            for station in self.stations:
-                self.fetch(station)
+        while self.ask_all():
+            pass
         self.now += 1
+
+    def ask_all(self) -> bool:
+        """Whether anything moved."""
+        moves = sum(job.num_delivered for job in self.jobs)
+        for station in self.stations:
+            station.start(self.now)
+            for job, since in list(station.held):
+                if (job, since) in station.held:
+                    self.ask(station, job, since)
+        for station in self.stations:
+            self.fetch(station)
+        return moves < sum(job.num_delivered for job in self.jobs)
 
     def fetch(self, station: Station) -> None:
         if not self.queue or not station.can_fetch(self.now):
@@ -171,21 +186,18 @@ class Pool:
         job.num_delivered += 1
         station.held.append((job, self.now))
         station.start(self.now)
-        self.replace(station)
+        if (job, self.now) in station.held:
+            self.ask(station, job, self.now)
 
-    def replace(self, station: Station) -> None:
-        """Ask for each held request where it belongs; it is asked again at each change of a heartbeat."""
-        for job, since in list(station.held):
-            others = [other.view for other in self.stations if other is not station]
-            placement, named = place(job.need_tokens, station.room, others, num_delivered=job.num_delivered)
-            assert placement != Placement.NEVER
-            if placement == Placement.HOLD:
-                continue
+    def ask(self, station: Station, job: Job, since: int) -> None:
+        others = [other.view for other in self.stations if other is not station]
+        placement, named = place(
+            job.need_tokens, station.room, others, num_delivered=job.num_delivered, held_s=self.now - since
+        )
+        assert placement != Placement.NEVER
+        if placement == Placement.HAND_BACK:
             station.held.remove((job, since))
             job.num_handed_back += 1
-            if placement == Placement.HAND_BACK_LATER:
-                self.later.append((self.now + max(1.0, hand_back_delay_s(job.num_delivered)), job))
-                continue
             self.queue.insert(0, job)
             self.fetch(next(other for other in self.stations if other.name == named))
 
@@ -201,16 +213,15 @@ def test_in_a_pool_everything_runs_and_nobody_idles_beside_what_fits(
     stations = [Station(f"w{number}", capacity, slots) for number, (capacity, slots) in enumerate(sizes)]
     largest = max(capacity for capacity, _ in sizes)
     pool = Pool(stations, [Job(min(need, largest), run) for need, run in jobs])
-    everything = list(pool.queue)
-    while pool.num_ended < len(everything):
+    while pool.num_ended < len(pool.jobs):
         pool.step()
         assert pool.now < 2000
         waiting = pool.queue + [job for station in stations for job, _ in station.held]
         for station in stations:
             if station.view.is_idle:
                 assert not any(station.view.would_start(job.need_tokens) for job in waiting)
-    small_enough = min(capacity for capacity, _ in sizes)
-    for job in everything:
-        assert job.num_handed_back <= 40
-        if job.need_tokens <= small_enough:
-            assert job.num_handed_back <= MAX_HAND_BACKS
+    for job in pool.jobs:
+        if job.need_tokens <= min(capacity for capacity, _ in sizes):
+            assert job.num_handed_back <= 1
+        else:  # one that is too small for it gives it back each second at most
+            assert job.num_handed_back <= 1 + job.started
