@@ -1,5 +1,6 @@
 """Deficit round robin's bounds, over any sizes, weights, quanta, and comings and goings."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from itertools import combinations, permutations
@@ -61,15 +62,11 @@ def test_comings_and_goings_gain_nothing(
             served[turn] += size
             largest[turn] = max(largest[turn], size)
     for stays, comes in permutations(weights, 2):
-        least = None
+        least = math.inf
         for backlogged_then, now in [*history, (set(weights), served)]:
             ahead = now[comes] / weights[comes] - now[stays] / weights[stays]
-            if least is not None:
-                assert ahead - least <= slack(quantum, largest, weights, comes, stays)
-            if stays in backlogged_then:
-                least = ahead if least is None else min(least, ahead)
-            else:
-                least = None
+            assert ahead - least <= slack(quantum, largest, weights, comes, stays)
+            least = min(least, ahead) if stays in backlogged_then else math.inf
 
 
 @given(st.lists(st.integers(16, 2000), min_size=5, max_size=10))
