@@ -15,7 +15,7 @@ from headrace.bus.heartbeats import WorkersBucket
 from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import Delivery, JobQueue
 from headrace.discipline.affinity import RecentPrefixes, prefix_hashes
-from headrace.discipline.placement import Placement, hand_back_delay_s, place
+from headrace.discipline.placement import Placement, place
 from headrace.errors import BrokerError
 from headrace.schemas import events
 from headrace.schemas.conversation import conversation_texts
@@ -47,7 +47,6 @@ _LOOK_AROUND_S: Final = 0.15
 """How often one that does not fit here looks for a worker where it would start."""
 _LOOK_AROUNDS: Final = 6
 """Looks around after which its log is read again: it may have been cancelled, or its time be up."""
-_MAX_LATER_S: Final = 1.0
 _HOLE_READS: Final = 10
 _HOLE_PAUSE_S: Final = 0.2
 _FIRST_RETRY_S: Final = 0.5
@@ -274,18 +273,18 @@ class Handler:
             others = await self._neighbours.of_pool(held.delivery.queue.pool)
             if others is not None and held not in self._gate:
                 where, other = place(
-                    plan.need_tokens, self._gate.room, others, num_delivered=held.delivery.num_delivered
+                    plan.need_tokens,
+                    self._gate.room,
+                    others,
+                    num_delivered=held.delivery.num_delivered,
+                    held_s=time.monotonic() - held.since,
                 )
                 if where is Placement.NEVER:
                     is_ended = await self._settler.end(held, job, state, self._too_large(plan), span)
                     return _Entry.GONE if is_ended else _Entry.AGAIN
-                if where is not Placement.HOLD:
+                if where is Placement.HAND_BACK:
                     self._passed_on(held.delivery.queue, job.need_tokens)
-                    delay_s = 0.0
-                    if where is Placement.HAND_BACK_LATER:
-                        other = None
-                        delay_s = min(_MAX_LATER_S, hand_back_delay_s(held.delivery.num_delivered))
-                    await self._hand_back(held, job, delay_s, to=other)
+                    await self._hand_back(held, job, to=other)
                     return _Entry.GONE
             is_in = await self._gate.let_in(held, timeout_s=_LOOK_AROUND_S)
         return _Entry.IN if is_in else _Entry.AGAIN

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -34,6 +35,7 @@ class Held:
         self.need_tokens = job.need_tokens
         self.attempt = 1
         self.listed_in = 0
+        self.since = time.monotonic()
         self.execution: Execution | None = None
         self.is_waiting = False
         self.is_backing_off = False
