@@ -4,6 +4,7 @@ Each is one key of the config bucket, written by `headrace config apply` and fol
 for weights and lending). Everything has a default; an empty configuration is a whole one.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterable
@@ -170,11 +171,25 @@ class AliasConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything configured, at one moment."""
+    """Everything configured, at one moment.
+
+    `owners` have a queue of their own; the other configured tenants share `shared`. Both are found here.
+    """
 
     tenants: dict[str, TenantConfig] = {}
     models: dict[str, ModelConfig] = {}
     aliases: dict[str, AliasConfig] = {}
+    owners: frozenset[str] = frozenset()
+    shared: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Find who owns and who shares once, for all requests."""
+        others: Iterable[str] = (tenant for tenant in self.tenants if tenant != DEFAULT_QUEUE)
+        ranked = sorted(others, key=lambda tenant: (self.tenants[tenant].max_in_flight is None, tenant))
+        owners = ranked[: MAX_QUEUES - 1]
+        sharing = (owner for owner in owners if self.tenants[owner].max_in_flight is None)
+        msgspec.structs.force_setattr(self, "owners", frozenset(owners))
+        msgspec.structs.force_setattr(self, "shared", (DEFAULT_QUEUE, *sharing))
 
     def tenant(self, tenant: str) -> TenantConfig:
         """A tenant's configuration; the defaults, without limits, for one that is not configured."""
@@ -195,28 +210,23 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Its own where it is configured, else `default`. Of more than 63 configured tenants, those with `max_in_flight`
         come first, then by name; the rest share, by hash, the queues of tenants without `max_in_flight` and `default`.
         """
-        if tenant not in self.tenants or tenant == DEFAULT_QUEUE:
-            return DEFAULT_QUEUE
-        if len(self.tenants) < MAX_QUEUES:
+        if tenant in self.owners:
             return tenant
-        owners = self._owners()
-        if tenant in owners:
-            return tenant
-        shared = [DEFAULT_QUEUE, *(owner for owner in owners if self.tenants[owner].max_in_flight is None)]
-        return min(shared, key=lambda queue: _uniform(tenant, queue))
+        is_shared = tenant not in self.tenants or tenant == DEFAULT_QUEUE
+        return DEFAULT_QUEUE if is_shared else _shared_queue(tenant, self.shared)
 
     def weight_of(self, queue: str) -> float:
         """A queue's share of its lane: its tenant's weight, 1 for the shared queue."""
         return self.tenant(queue).weight
 
-    def _owners(self) -> list[str]:
-        others: Iterable[str] = (tenant for tenant in self.tenants if tenant != DEFAULT_QUEUE)
-        ranked = sorted(others, key=lambda tenant: (self.tenants[tenant].max_in_flight is None, tenant))
-        return ranked[: MAX_QUEUES - 1]
-
 
 _ANY_TENANT: Final = TenantConfig()
 _ANY_MODEL: Final = ModelConfig()
+
+
+@functools.lru_cache(maxsize=4096)
+def _shared_queue(tenant: str, shared: tuple[str, ...]) -> str:
+    return min(shared, key=lambda queue: _uniform(tenant, queue))
 
 
 def _uniform(*parts: str) -> float:

@@ -11,7 +11,7 @@ from nats.aio.msg import Msg
 
 from headrace.bus.connection import Bus
 from headrace.bus.keyvalue import Bucket, KeyValue
-from headrace.errors import BrokerError
+from headrace.errors import BrokerError, NotProvisionedError
 from headrace.schemas.config import AliasConfig, Config, ModelConfig, TenantConfig
 from headrace.schemas.config_text import Entry, InvalidConfig, decode_entry, key_of, parse_key
 from headrace.schemas.subjects import DEFAULT_TENANT
@@ -44,9 +44,11 @@ async def read_entries(bus: Bus) -> dict[str, StoredEntry]:
 
 
 async def read_model(bus: Bus, model: str) -> ModelConfig:
-    """One model's configuration, read now; the defaults where it has none or a bad one."""
-    key = key_of("models", model)
-    change = await Bucket(bus, bus.names.config_bucket).get(key)
+    """One model's configuration, read now; the defaults where it has none, a bad one, or nothing is provisioned yet."""
+    try:
+        change = await Bucket(bus, bus.names.config_bucket).get(key_of("models", model))
+    except NotProvisionedError:
+        return ModelConfig()
     stored = _stored(change) if change is not None else None
     return stored.entry if stored is not None and isinstance(stored.entry, ModelConfig) else ModelConfig()
 

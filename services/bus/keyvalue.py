@@ -41,10 +41,14 @@ class Bucket:
         self.prefix = f"$KV.{bucket}."
 
     async def get(self, key: str) -> KeyValue | None:
-        """The key as it stands; None if it was never written. Raises BrokerUnavailableError."""
+        """The key as it stands; None if it was never written.
+
+        Raises NotProvisionedError where there is no bucket, BrokerUnavailableError.
+        """
         try:
             reply = await self._bus.request(f"$JS.API.DIRECT.GET.{self.stream}.{self.prefix}{key}")
         except NotProvisionedError:
+            await self.last_revision()  # tells a bucket that is missing from one that is not served now
             raise BrokerUnavailableError(f"cannot read {key}: {self.stream} is not served now") from None
         status = (reply.headers or {}).get("Status")
         if status not in (None, "404"):
