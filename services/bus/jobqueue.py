@@ -178,9 +178,14 @@ class JobQueue:
 
     async def headers_of(self, sequence: int) -> dict[str, str] | None:
         """Headers of a queued or running message, None if it is gone."""
+        found = await self.message_of(sequence)
+        return found[0] if found is not None else None
+
+    async def message_of(self, sequence: int) -> tuple[dict[str, str], bytes] | None:
+        """Headers and body of a queued or running message, None if it is gone."""
         reply = await self._bus.request(f"$JS.API.DIRECT.GET.{self.stream}", msgspec.json.encode({"seq": sequence}))
         headers = reply.headers or {}
-        return dict(headers) if headers.get(subjects.HDR_SEQUENCE) == str(sequence) else None
+        return (dict(headers), reply.data) if headers.get(subjects.HDR_SEQUENCE) == str(sequence) else None
 
     async def num_ahead(self, queue: QueueName, sequence: int) -> int | None:
         """Jobs of the same queue that wait before a queued message; None if it no longer waits there."""

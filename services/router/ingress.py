@@ -4,8 +4,6 @@ import logging
 import uuid
 from typing import Final
 
-import msgspec
-
 from headrace import telemetry
 from headrace.bus.configuration import ConfigView
 from headrace.bus.connection import Bus, Refused, Stored, StoreResult, Unknown
@@ -26,7 +24,7 @@ from headrace.schemas.jobs import Job, body_hash
 from headrace.schemas.openai import RequestLimits
 from headrace.schemas.refusals import Refusal
 from headrace.schemas.states import JobState
-from headrace.schemas.subjects import JobId
+from headrace.schemas.subjects import DEFAULT_POOL, JobId
 from headrace.telemetry import Span, Step, job_attributes, step_span
 
 __all__ = ["Ingress"]
@@ -133,8 +131,8 @@ class Ingress:
     async def _other(self, full: Placed, wish: Wish, job: JobId, data: bytes) -> Placed | Refusal | None:
         """Where a request with a fallback goes when the queue it was placed in is full."""
         if full.is_fallback:
-            return await self._placement.place(msgspec.structs.replace(wish, fallback=None), job, data)
-        return await self._placement.fallback(wish, job, data)
+            return await self._placement.own(wish, job, data)
+        return await self._placement.fallback(full, data)
 
     async def _enqueue(
         self, incoming: IncomingRequest, placed: Placed, job: Job, permit: Permit | None, span: Span
@@ -310,7 +308,8 @@ def _job(placed: Placed, job: JobId, digest: str, incoming: IncomingRequest, bus
         queue_timeout_s=wish.queue_timeout_s,
         deadline_s=wish.deadline_s,
         need_tokens=placed.need_tokens,
-        fallback=wish.fallback,
+        fallback=placed.fallback.model if placed.fallback is not None else None,
+        fallback_pool=placed.fallback.queue.pool if placed.fallback is not None else DEFAULT_POOL,
     )
 
 

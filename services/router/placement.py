@@ -17,10 +17,14 @@ __all__ = ["Placed", "Placement"]
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """A request with its model and queue, and the KV tokens it may come to need there."""
+    """A request with its model and queue, and the KV tokens it may come to need there.
+
+    `fallback` is the same request as routed to its fallback, `is_fallback` says that this is it.
+    """
 
     wish: Wish
     need_tokens: int
+    fallback: Wish | None = None
     is_fallback: bool = False
 
 
@@ -58,15 +62,13 @@ class Placement:
 
         The fallback is used only if it can start the request in time and the first model cannot.
         """
-        own = await self._sized(wish, data)
-        if isinstance(own, Refusal):
-            return own
-        if wish.fallback is not None and not await self._starts_in_time(wish):
-            other = await self.fallback(wish, job, data)
+        own = await self.own(wish, job, data)
+        if isinstance(own, Placed) and own.fallback is not None and not await self._starts_in_time(wish):
+            other = await self.fallback(own, data)
             if other is not None:
                 return other
         has_worker = bool(self._models.workers_of(wish.model, wish.queue.pool))
-        if not has_worker and self._view.config.model(wish.model).on_no_worker == "refuse":
+        if isinstance(own, Placed) and not has_worker and self._view.config.model(wish.model).on_no_worker == "refuse":
             return Refusal(
                 code="no_worker",
                 message="no worker of the model is ready; try again later",
@@ -74,22 +76,30 @@ class Placement:
             )
         return own
 
-    async def fallback(self, wish: Wish, job: str, data: bytes) -> Placed | None:
-        """The request at its fallback model; None where there is none that can start it in time.
+    async def own(self, wish: Wish, job: str, data: bytes) -> Placed | Refusal:
+        """The request at the model it was routed to, whatever that has to do now."""
+        placed = await self._sized(wish, data)
+        if isinstance(placed, Refusal) or wish.fallback is None:
+            return placed
+        return msgspec.structs.replace(placed, fallback=await self._fallback_of(wish, wish.fallback, job))
 
-        A pool asked for by header is used there if it exists, and is no reason to refuse.
-        """
-        if wish.fallback is None:
+    async def fallback(self, own: Placed, data: bytes) -> Placed | None:
+        """The request at its fallback model; None where there is none that can start it in time."""
+        if own.fallback is None:
             return None
-        routed = await self.route(wish, wish.fallback, job)
-        if isinstance(routed, Refusal) and wish.pool is not None:
-            routed = await self.route(msgspec.structs.replace(wish, pool=None), wish.fallback, job)
-        if isinstance(routed, Refusal) or routed.model == wish.model:
-            return None
-        placed = await self._sized(msgspec.structs.replace(routed, fallback=None), data)
+        placed = await self._sized(own.fallback, data)
         if isinstance(placed, Refusal) or not await self._starts_in_time(placed.wish):
             return None
         return msgspec.structs.replace(placed, is_fallback=True)
+
+    async def _fallback_of(self, wish: Wish, name: str, job: str) -> Wish | None:
+        """A pool asked for by header is used there if it exists, and is no reason to refuse."""
+        routed = await self.route(wish, name, job)
+        if isinstance(routed, Refusal) and wish.pool is not None:
+            routed = await self.route(msgspec.structs.replace(wish, pool=None), name, job)
+        if isinstance(routed, Refusal) or routed.model == wish.model:
+            return None
+        return msgspec.structs.replace(routed, fallback=None)
 
     async def _sized(self, wish: Wish, data: bytes) -> Placed | Refusal:
         need = await self._sizing.need_tokens(wish, data)
