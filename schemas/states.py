@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from headrace.schemas.events import Event, EventKind, Owner
+from headrace.schemas.events import FALLBACK, Event, EventKind, Owner
 
 State = Literal["queued", "running", "done", "failed", "cancelled", "expired"]
 
@@ -95,6 +95,7 @@ def _apply(state: JobState, event: Event) -> JobState:
     attempt, faults, owner, queue_sequence = state.attempt, state.faults, state.owner, state.queue_sequence
     if event.kind == "requeued":
         attempt, owner = event.attempt, None
+        queue_sequence = event.queue_sequence or queue_sequence
         if event.lost is not None:
             faults = faults | {event.lost}
     elif event.kind == "started":
@@ -119,7 +120,8 @@ def _apply(state: JobState, event: Event) -> JobState:
         num_tokens=num_tokens,
         sequence=event.sequence,
         last=event,
-        was_started=state.was_started or event.kind in ("started", "delta", "requeued", "done"),
+        was_started=state.was_started
+        or (event.kind in ("started", "delta", "requeued", "done") and event.reason != FALLBACK),
         body_hash=event.body_hash or state.body_hash,
         model=event.model or state.model,
         ttl_s=event.ttl_s or state.ttl_s,

@@ -68,6 +68,7 @@ HDR_RETRY_AFTER: Final = "Retry-After"
 HDR_MSG_ID: Final = "Nats-Msg-Id"
 HDR_TTL: Final = "Nats-TTL"
 HDR_EXPECTED_LAST_SUBJECT_SEQUENCE: Final = "Nats-Expected-Last-Subject-Sequence"
+HDR_EXPECTED_LAST_SUBJECT_SEQUENCE_SUBJECT: Final = "Nats-Expected-Last-Subject-Sequence-Subject"
 HDR_SEQUENCE: Final = "Nats-Sequence"
 HDR_LAST_SEQUENCE: Final = "Nats-Last-Sequence"
 HDR_SUBJECT: Final = "Nats-Subject"
@@ -224,8 +225,13 @@ class Names(msgspec.Struct, frozen=True):
 
     @property
     def config_bucket(self) -> str:
-        """KV bucket of tenants and models."""
+        """KV bucket of tenants, models and aliases."""
         return f"{self.upper}_config"
+
+    @property
+    def usage_bucket(self) -> str:
+        """KV bucket of what tenants used of their limits."""
+        return f"{self.upper}_usage"
 
     # subjects
     def infer_filter(self) -> str:
@@ -255,6 +261,10 @@ class Names(msgspec.Struct, frozen=True):
     def jobs(self, model: str, queue: QueueName) -> str:
         """Subject of one queue's jobs."""
         return f"{self.prefix}.jobs.{model_to_token(model)}.{queue.pool}.{queue.lane}.{queue.queue}"
+
+    def jobs_of_queue(self, model: str, queue: str) -> str:
+        """Jobs of one queue name, in every pool and lane."""
+        return f"{self.prefix}.jobs.{model_to_token(model)}.*.*.{queue}"
 
     def wake_filter(self, model: str) -> str:
         """All wakes of a model."""

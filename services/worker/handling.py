@@ -11,6 +11,7 @@ import msgspec
 
 from headrace import telemetry
 from headrace.bus.connection import Bus
+from headrace.bus.handover import publish_to_fallback
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import Delivery, JobQueue
@@ -21,6 +22,7 @@ from headrace.schemas import events
 from headrace.schemas.conversation import conversation_texts
 from headrace.schemas.endings import deadline_exceeded, faults_exhausted, queue_timeout
 from headrace.schemas.events import Event, Owner
+from headrace.schemas.handover import standing
 from headrace.schemas.jobs import Job
 from headrace.schemas.refusals import Refusal
 from headrace.schemas.states import JobState, fold
@@ -209,6 +211,19 @@ class Handler:
             case Action.REQUEUE:
                 await self._requeue(held, job, state, decision.lost, span)
                 return False
+            case Action.LEAVE:
+                await self._queue.ack(held.delivery)
+                return True
+            case Action.TAKE_OVER:
+                await self._hand_over(held, job, state, job.model, held.delivery.sequence, span)
+                return False
+            case Action.FALL_BACK:
+                delivery = held.delivery
+                there = await publish_to_fallback(self._bus, job, delivery.queue, delivery.headers)
+                if there is None or job.fallback is None:
+                    return await end(held, job, state, queue_timeout(job), span)
+                await self._hand_over(held, job, state, job.fallback, there, span)
+                return False
             case Action.FAIL_DEADLINE:
                 return await end(held, job, state, deadline_exceeded(job), span)
             case Action.EXPIRE_QUEUED:
@@ -225,6 +240,20 @@ class Handler:
             offset=state.num_tokens,
             reason="owner_lost" if lost is not None else "lease_lost",
             lost=lost,
+            by=self._identity(held.delivery.sequence),
+        )
+        await self._settler.writer(job, state).append(event)
+        span.add_event(EVENT_REQUEUED, {HEADRACE_REASON: event.reason})
+
+    async def _hand_over(
+        self, held: Held, job: Job, state: JobState, model: str, queue_sequence: int, span: Span
+    ) -> None:
+        event = events.handed_over(
+            job.job,
+            attempt=state.attempt + 1,
+            model=model,
+            queue_sequence=queue_sequence,
+            body_hash=job.body_hash,
             by=self._identity(held.delivery.sequence),
         )
         await self._settler.writer(job, state).append(event)
@@ -247,6 +276,8 @@ class Handler:
                 fits=True,
                 is_running_here=any(_has(entry, state) for entry in others),
                 is_another_body=bool(state.body_hash) and state.body_hash != job.body_hash,
+                standing=standing(state, job),
+                has_fallback=job.fallback is not None,
                 owner_seen=owner_seen,
             )
         )

@@ -304,6 +304,7 @@ def test_names_of_the_contract() -> None:
     assert names.dead_stream == "HEADRACE_V1_DEAD"
     assert names.workers_bucket == "HEADRACE_V1_workers"
     assert names.config_bucket == "HEADRACE_V1_config"
+    assert names.usage_bucket == "HEADRACE_V1_usage"
     assert names.infer("default", "chat", "smollm2-135m") == "headrace.v1.infer.default.chat.smollm2-135m"
     assert names.jobs("m", queue) == "headrace.v1.jobs.m.default.normal.default"
     assert names.wake("m", QueueName("batch", "low", "acme")) == "headrace.v1.wake.m.batch.low.acme"
