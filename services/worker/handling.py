@@ -49,6 +49,7 @@ _LOOK_AROUND_S: Final = 0.15
 """How often one that does not fit here looks for a worker where it would start."""
 _LOOK_AROUNDS: Final = 6
 """Looks around after which its log is read again: it may have been cancelled, or its time be up."""
+_LENT_RETRY_S: Final = 2.0
 _HOLE_READS: Final = 10
 _HOLE_PAUSE_S: Final = 0.2
 _FIRST_RETRY_S: Final = 0.5
@@ -79,6 +80,7 @@ class Handler:
         bus: Bus,
         *,
         queue: JobQueue,
+        pool: str,
         engine: Engine,
         gate: Gate,
         neighbours: Neighbours,
@@ -95,6 +97,7 @@ class Handler:
         self._log = JobLog(bus)
         self._bucket = WorkersBucket(bus)
         self._queue = queue
+        self._pool = pool
         self._engine = engine
         self._gate = gate
         self._neighbours = neighbours
@@ -310,6 +313,10 @@ class Handler:
                     num_delivered=held.delivery.num_delivered,
                     held_s=time.monotonic() - held.since,
                 )
+                if where is Placement.NEVER and not self._is_own(held):  # its own pool's workers may come yet
+                    self._passed_on(held.delivery.queue, job.need_tokens)
+                    await self._hand_back(held, job, _LENT_RETRY_S)
+                    return _Entry.GONE
                 if where is Placement.NEVER:
                     is_ended = await self._settler.end(held, job, state, self._too_large(plan), span)
                     return _Entry.GONE if is_ended else _Entry.AGAIN
@@ -319,6 +326,9 @@ class Handler:
                     return _Entry.GONE
             is_in = await self._gate.let_in(held, timeout_s=_LOOK_AROUND_S)
         return _Entry.IN if is_in else _Entry.AGAIN
+
+    def _is_own(self, held: Held) -> bool:
+        return held.delivery.queue.pool == self._pool
 
     def _too_large(self, plan: Plan) -> Refusal:
         return Refusal(

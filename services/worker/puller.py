@@ -13,6 +13,7 @@ from headrace.discipline import choice
 from headrace.discipline.choice import QueueView
 from headrace.discipline.shares import Shares
 from headrace.errors import BrokerError
+from headrace.schemas.config import Config
 from headrace.schemas.jobs import decode_need
 from headrace.schemas.subjects import HDR_PASSED, HDR_PREFERRED, LANES, WORKER_GROUP, QueueName
 
@@ -38,7 +39,8 @@ class Puller:
 
     A worker with room is a member of its pool's wake group, so that a new job wakes one worker that can run it; a
     full one leaves the group. What is known to wait is a hint: a fetch that finds nothing clears it. Which queue is
-    next is the discipline's choice, over what this worker has served.
+    next is the discipline's choice, over what this worker has served. Pools that its own lends to are looked at now
+    and then, and only while its own has nothing: their own workers, which are woken, come first.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Puller:
         fetchable_tokens: Callable[[], int],
         take: Callable[[Delivery], None],
         ageing_s: float,
+        config: Callable[[], Config] = Config,
     ) -> None:
         self._bus = bus
         self._queue = queue
@@ -59,7 +62,8 @@ class Puller:
         self._fetchable_tokens = fetchable_tokens
         self._take = take
         self._ageing_s = ageing_s
-        self._shares = Shares()
+        self._config = config
+        self._shares: dict[str, Shares] = {}
         self._waiting: dict[QueueName, int] = {}
         self._heads: dict[QueueName, tuple[float, float | None]] = {}
         self._synced_at = -math.inf
@@ -78,16 +82,15 @@ class Puller:
 
     async def wake(self, queue: QueueName) -> None:
         """Somebody has a job for us in that queue; where there is no room after all, another worker is woken."""
-        if queue.pool != self._pool:
-            return
-        if self._has_room():
+        if self._has_room() and queue.pool == self._pool:
             self._note(queue)
         else:
             await self._queue.wake(queue, {HDR_PASSED: "1"})
 
     def refund(self, queue: QueueName, tokens: int) -> None:
         """A job fetched from the queue went to another worker: it costs the queue nothing here."""
-        choice.charge(self._views(), self._shares, queue, -tokens, ageing_s=self._ageing_s)
+        views = list(self._views(queue.pool))
+        choice.charge(views, self._shares_of(queue.pool), queue, -tokens, ageing_s=self._ageing_s)
 
     async def run(self) -> None:
         """Fetch until stopped."""
@@ -124,8 +127,9 @@ class Puller:
         if resync:
             counts = await self._queue.counts()
             self._synced_at = time.monotonic()
-            known = dict.fromkeys(self._waiting, 0)
-            self._waiting = known | {queue: number for queue, number in counts.items() if queue.pool == self._pool}
+            pools = self._pools()
+            known = {queue: 0 for queue in self._waiting if queue.pool in pools}
+            self._waiting = known | {queue: number for queue, number in counts.items() if queue.pool in pools}
             await self._look_at_heads()
         num_tries = _TRIES_AFTER_WAKE if not resync else 1
         while self._has_room():
@@ -136,9 +140,23 @@ class Puller:
         if not self._has_room():
             await self._leave()
 
+    def _pools(self) -> tuple[str, ...]:
+        """Its own pool, then those that it lends to."""
+        return (self._pool, *self._config().model(self._queue.model).pool(self._pool).lends_to)
+
+    def _shares_of(self, pool: str) -> Shares:
+        return self._shares.setdefault(pool, Shares())
+
     async def _fetch_next(self, num_tries: int) -> Delivery | None:
-        views = list(self._views())
-        for queue in choice.order(views, self._shares, ageing_s=self._ageing_s):
+        for pool in self._pools():
+            delivery = await self._fetch_from(pool, num_tries)
+            if delivery is not None:
+                return delivery
+        return None
+
+    async def _fetch_from(self, pool: str, num_tries: int) -> Delivery | None:
+        views, shares = list(self._views(pool)), self._shares_of(pool)
+        for queue in choice.order(views, shares, ageing_s=self._ageing_s):
             delivery = await self._queue.fetch(queue)
             for _ in range(num_tries - 1):
                 if delivery is not None:
@@ -147,23 +165,27 @@ class Puller:
                 delivery = await self._queue.fetch(queue)
             if delivery is not None:
                 need_tokens = delivery.job.need_tokens if delivery.job is not None else 0
-                choice.charge(views, self._shares, delivery.queue, need_tokens, ageing_s=self._ageing_s)
+                choice.charge(views, shares, delivery.queue, need_tokens, ageing_s=self._ageing_s)
                 self._waiting[queue] = max(0, self._waiting.get(queue, 0) - 1)
                 self._heads.pop(queue, None)
                 return delivery
             self._waiting[queue] = 0
         return None
 
-    def _views(self) -> Iterator[QueueView]:
+    def _views(self, pool: str) -> Iterator[QueueView]:
         now = self._bus.clock.now()
+        config = self._config()
         for queue, number in self._waiting.items():
+            if queue.pool != pool:
+                continue
             _, accepted_at = self._heads.get(queue, (0.0, None))
             oldest_wait_s = now - accepted_at if accepted_at is not None else None
-            yield QueueView(name=queue, num_waiting=number, oldest_wait_s=oldest_wait_s)
+            weight = config.weight_of(queue.queue)
+            yield QueueView(name=queue, num_waiting=number, oldest_wait_s=oldest_wait_s, weight=weight)
 
     async def _look_at_heads(self) -> None:
         """Learn how long the heads of the lower lanes have waited, where a higher one might keep them from starting."""
-        waiting = [queue for queue, number in self._waiting.items() if number > 0]
+        waiting = [queue for queue, number in self._waiting.items() if number > 0 and queue.pool == self._pool]
         top = min((LANES.index(queue.lane) for queue in waiting), default=0)
         now = time.monotonic()
         self._heads = {queue: head for queue, head in self._heads.items() if now - head[0] < _HEAD_FOR_S}

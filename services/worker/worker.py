@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from headrace.bus.configuration import ConfigView
 from headrace.bus.connection import Bus, Message, keep_clock
 from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import Delivery, JobQueue
@@ -94,6 +95,7 @@ class Worker:
             stuck_after_s=self._settings.stall_s,
         )
         self._held = HeldSet(self._heart.changed)
+        self._view = ConfigView(bus)
         self._gate = Gate(self._ledger, ageing_s=self._settings.ageing_s, on_change=self._room_changed)
         self._served = RecentPrefixes()
         self._queue = JobQueue(bus, options.model, on_late=self._on_late)
@@ -101,6 +103,7 @@ class Worker:
         self._handler = Handler(
             bus,
             queue=self._queue,
+            pool=options.pool,
             engine=engine,
             gate=self._gate,
             served=self._served,
@@ -120,6 +123,7 @@ class Worker:
             fetchable_tokens=self._fetchable_tokens,
             take=self._take,
             ageing_s=self._settings.ageing_s,
+            config=lambda: self._view.config,
         )
         self._purges: deque[tuple[float, str, str]] = deque(maxlen=_MAX_PURGES_WAITING)
         self._group: asyncio.TaskGroup | None = None
@@ -173,6 +177,7 @@ class Worker:
         try:
             async with (
                 self._queue,
+                self._view.running(),
                 answering(
                     self._bus,
                     "headrace-worker",
