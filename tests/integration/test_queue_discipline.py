@@ -318,21 +318,21 @@ async def test_weights_of_three_to_one_give_tokens_three_to_one(broker_url: str,
         ):
             await running.worker(sim(tokens_per_second=1000.0), worker="w", max_concurrency=2)
             order: list[str] = []
-            of_a, of_b = Jobs(a, group), Jobs(b, group)
+            of_a, of_b, of_others = Jobs(a, group), Jobs(b, group), Jobs(running.client, group)
             of_a.started = of_b.started = order
             for number in range(2):
-                await of_a.send(f"first{number}", max_tokens=3000)
-            await of_a.until_started("first0", "first1")
+                await of_others.send(f"first{number}", max_tokens=3000)
+            await of_others.until_started("first0", "first1")
             for number in range(120):
                 await of_a.send(f"a{number}", max_tokens=(10, 30, 20)[number % 3])
                 await of_b.send(f"b{number}", max_tokens=(20, 10, 30)[number % 3])
 
             async def are_enough() -> bool:
-                return len(order) >= 142
+                return len(order) >= 140
 
             await until(are_enough, timeout_s=60)
             served = {"a": 0, "b": 0}
-            for name in order[2:142]:
+            for name in order[:140]:
                 number = int(name[1:])
                 served[name[0]] += ((10, 30, 20) if name[0] == "a" else (20, 10, 30))[number % 3]
             assert 2.7 <= served["a"] / served["b"] <= 3.3
