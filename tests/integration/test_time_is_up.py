@@ -2,12 +2,15 @@
 
 import pytest
 
+from headrace.bus.handover import publish_to_fallback
 from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import JobQueue
 from headrace.bus.provision import ensure_jobs_stream
-from headrace.client import Delta, Done
+from headrace.client import Accepted, Delta, Done
 from headrace.errors import BrokerError, JobExpiredError, JobFailedError
 from headrace.monitor import run_monitor
+from headrace.schemas.jobs import decode_job
+from headrace.schemas.subjects import QueueName
 from tests.deployment import MODEL, Deployment, deployment, sim, until
 
 PROMPT = "go on for ever"
@@ -86,6 +89,30 @@ async def test_a_job_that_does_not_start_in_time_goes_to_its_fallback(
 
 async def _has_message(running: Deployment, model: str, *, number: int = 1) -> bool:
     return sum((await JobQueue(running.bus, model).counts()).values()) == number
+
+
+async def test_a_hand_over_that_was_interrupted_is_finished_by_the_fallback(broker_url: str, prefix: str) -> None:
+    async with deployment(broker_url, prefix) as running:
+        for model in (MODEL, OTHER):
+            await ensure_jobs_stream(running.bus, model)
+        stream = running.client.stream(model=MODEL, prompt=PROMPT, queue_timeout_s=1, fallback=OTHER, job_id="late")
+        seen = aiter(stream)
+        accepted = await anext(seen)
+        assert isinstance(accepted, Accepted)
+        queue = JobQueue(running.bus, MODEL)
+        assert accepted.sequence is not None
+        message = await queue.message_of(accepted.sequence)
+        assert message is not None
+        job = decode_job(*message)
+        assert job is not None
+        there = [await publish_to_fallback(running.bus, job, QueueName(), {}) for _ in range(3)]
+        assert there == [1, 1, 1], "stored once"
+        await running.worker(model=OTHER)
+        assert [event async for event in seen if isinstance(event, Done)] != []
+        await running.worker(model=MODEL)  # gets a message of a job that is not its model's any more
+        await until(lambda: _has_message(running, MODEL, number=0))
+        history = await JobLog(running.bus).read("default", "late")
+        assert history[-1].kind == "done"
 
 
 async def test_a_job_whose_fallback_has_no_room_expires(broker_url: str, prefix: str) -> None:

@@ -160,11 +160,6 @@ def _acks(situation: Situation) -> Decision:
     return Decision(Row.ACK) if decided.action is Row.DROP else decided
 
 
-def _claims_early(situation: Situation) -> Decision:
-    is_pending = situation.standing == "pending"
-    return decide(msgspec.structs.replace(situation, standing="own") if is_pending else situation)
-
-
 def _forgets(situation: Situation) -> Decision:
     decided = decide(situation)
     return Decision(Row.LEAVE) if decided.action in (Row.FALL_BACK, Row.TAKE_OVER) else decided
@@ -181,7 +176,6 @@ def _gives_up(situation: Situation) -> Decision:
     [
         pytest.param(_steals, MISDELIVERED, "STEAL", id="a live owner is robbed"),
         pytest.param(_acks, MISDELIVERED, "LOST", id="a running job's message is acked"),
-        pytest.param(_claims_early, LATE, "MIXED", id="a fallback starts before the job is its own"),
         pytest.param(_forgets, LATE, "LOST", id="a message is settled before the log names another"),
         pytest.param(_gives_up, FAILING, "DEAD EARLY", id="one fault is enough"),
     ],
