@@ -83,7 +83,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         }
         if self.fallback is not None:
             headers[_HDR_FALLBACK] = model_to_token(self.fallback)
-            headers[_HDR_FALLBACK_POOL] = self.fallback_pool
+            if self.fallback_pool != DEFAULT_POOL:
+                headers[_HDR_FALLBACK_POOL] = self.fallback_pool
         if self.preferred is not None:
             headers[HDR_PREFERRED] = self.preferred
         if self.handed_from is not None:

@@ -338,6 +338,9 @@ class Names(msgspec.Struct, frozen=True):
         """Where a job's events appear for clients."""
         return f"{INBOX}.{tenant}.{job}"
 
-    def message_id(self, tenant: str, job: str) -> str:
-        """Dedupe id of a job's queue message."""
-        return f"{tenant}.{job}"
+    def message_id(self, tenant: str, job: str, *, is_handed_over: bool = False) -> str:
+        """Dedupe id of a job's queue message; the one that a hand-over makes has its own.
+
+        A router whose first try was unclear may have left a message there before, which was settled since.
+        """
+        return f"{tenant}.{job}.handed-over" if is_handed_over else f"{tenant}.{job}"

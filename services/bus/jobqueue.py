@@ -138,7 +138,9 @@ class JobQueue:
         With `after` only if that is still the last sequence of the queue's name in every pool and lane (`last_of`).
         """
         message_headers = {**job.headers(), **headers}
-        message_headers[subjects.HDR_MSG_ID] = self._bus.names.message_id(job.tenant, job.job)
+        message_headers[subjects.HDR_MSG_ID] = self._bus.names.message_id(
+            job.tenant, job.job, is_handed_over=job.handed_from is not None
+        )
         if after is not None:
             message_headers[subjects.HDR_EXPECTED_LAST_SUBJECT_SEQUENCE] = str(after)
             message_headers[subjects.HDR_EXPECTED_LAST_SUBJECT_SEQUENCE_SUBJECT] = self._bus.names.jobs_of_queue(

@@ -143,7 +143,9 @@ class Deadlines:
         stored = decode_job(headers, b"")
         if headers is None or stored is None:
             return True
-        if headers.get(subjects.HDR_MSG_ID) != self._bus.names.message_id(stored.tenant, stored.job):
+        is_handed_over = stored.handed_from is not None
+        own = self._bus.names.message_id(stored.tenant, stored.job, is_handed_over=is_handed_over)
+        if headers.get(subjects.HDR_MSG_ID) != own:
             return True
         if stored != job:
             self._jobs.pop((job.model, sequence), None)

@@ -109,9 +109,12 @@ class Control:
         if not state.model or state.queue_sequence is None:
             return None
         headers = await self._message_headers(state.model, state.queue_sequence)
-        if headers is None or headers.get(subjects.HDR_MSG_ID) != self._bus.names.message_id(tenant, job):
+        queued = decode_job(headers, b"")
+        if headers is None or queued is None:
             return None
-        return decode_job(headers, b"")
+        is_handed_over = queued.handed_from is not None
+        own = self._bus.names.message_id(tenant, job, is_handed_over=is_handed_over)
+        return queued if headers.get(subjects.HDR_MSG_ID) == own else None
 
     async def _message_headers(self, model: str, sequence: int) -> dict[str, str] | None:
         if not await self._models.is_known(model):

@@ -160,6 +160,11 @@ def _acks(situation: Situation) -> Decision:
     return Decision(Row.ACK) if decided.action is Row.DROP else decided
 
 
+def _forgets(situation: Situation) -> Decision:
+    decided = decide(situation)
+    return Decision(Row.LEAVE) if decided.action in (Row.FALL_BACK, Row.TAKE_OVER) else decided
+
+
 def _gives_up(situation: Situation) -> Decision:
     decided = decide(situation)
     return Decision(Row.DEAD_LETTER) if decided.action is Row.CLAIM and situation.state.faults else decided
@@ -171,6 +176,7 @@ def _gives_up(situation: Situation) -> Decision:
     [
         pytest.param(_steals, MISDELIVERED, "STEAL", id="a live owner is robbed"),
         pytest.param(_acks, MISDELIVERED, "LOST", id="a running job's message is acked"),
+        pytest.param(_forgets, LATE, "LOST", id="a message is settled before the log names another"),
         pytest.param(_gives_up, FAILING, "DEAD EARLY", id="one fault is enough"),
     ],
 )
