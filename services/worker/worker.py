@@ -17,7 +17,7 @@ from headrace.bus.jobqueue import Delivery, JobQueue
 from headrace.bus.provision import ensure_jobs_stream, ensure_provisioned
 from headrace.bus.services import answering
 from headrace.errors import BrokerError, BrokerUnavailableError, EngineError
-from headrace.lifecycle import Backoff, wait_first
+from headrace.lifecycle import Backoff, unless_stopped, wait_first
 from headrace.schemas.events import Owner
 from headrace.schemas.subjects import DEFAULT_POOL
 from headrace.schemas.workers import Heartbeat, WorkerNudge, WorkerState
@@ -60,9 +60,13 @@ async def run_worker(bus: Bus, engine: Engine, options: WorkerOptions, *, stop: 
 
     Raises EngineStartError where the engine does not come up at all, BrokerError where the connection is gone for good.
     """
+    if await unless_stopped(_provision(bus, options.model), stop):
+        await Worker(bus, engine, options).run(stop)
+
+
+async def _provision(bus: Bus, model: str) -> None:
     await ensure_provisioned(bus)
-    await ensure_jobs_stream(bus, options.model)
-    await Worker(bus, engine, options).run(stop)
+    await ensure_jobs_stream(bus, model)
 
 
 class Worker:
@@ -107,28 +111,36 @@ class Worker:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Register, start the engine, work until `stop`, drain, leave."""
-        await self._heart.start()
-        log.info("worker %s registered for model %s, starting its engine", self._options.worker, self._options.model)
         try:
-            async with asyncio.TaskGroup() as group:
-                self._group = group
-                background = [
-                    group.create_task(self._heart.refresh_for_ever(), name="beat figures"),
-                    group.create_task(
-                        self._held.renew_for_ever(self._queue, ack_wait_s=self._settings.ack_wait_s), name="renewals"
-                    ),
-                    group.create_task(self._watch_for_ever(), name="watchdog"),
-                    group.create_task(self._purge_for_ever(), name="purges"),
-                    group.create_task(keep_clock(self._bus), name="clock"),
-                ]
-                try:
-                    await self._work(group, stop)
-                finally:
-                    for task in background:
-                        task.cancel()
+            if not await unless_stopped(self._heart.start(), stop):
+                return
+            log.info(
+                "worker %s registered for model %s, starting its engine", self._options.worker, self._options.model
+            )
+            try:
+                await self._run_registered(stop)
+            finally:
+                await self._engine.stop()
         finally:
-            await self._engine.stop()
             await self._heart.stop()
+
+    async def _run_registered(self, stop: asyncio.Event) -> None:
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            background = [
+                group.create_task(self._heart.refresh_for_ever(), name="beat figures"),
+                group.create_task(
+                    self._held.renew_for_ever(self._queue, ack_wait_s=self._settings.ack_wait_s), name="renewals"
+                ),
+                group.create_task(self._watch_for_ever(), name="watchdog"),
+                group.create_task(self._purge_for_ever(), name="purges"),
+                group.create_task(keep_clock(self._bus), name="clock"),
+            ]
+            try:
+                await self._work(group, stop)
+            finally:
+                for task in background:
+                    task.cancel()
 
     async def _work(self, group: asyncio.TaskGroup, stop: asyncio.Event) -> None:
         starting = group.create_task(self._engine.start(), name="engine start")

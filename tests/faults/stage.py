@@ -125,6 +125,8 @@ class _Task(Player):
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         self._ended = time.monotonic()
+        if not task.cancelled():
+            task.exception()  # one that was killed is asked by nobody, and would be told of in somebody else's log
 
 
 class _Process(Player):
