@@ -41,7 +41,17 @@ class SteadyClient(Client):
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
         await self._end_reconnecting()
-        await super()._close(status, do_cbs)
+        task = asyncio.current_task()
+        num_cancels = task.cancelling() if task is not None else 0
+        try:
+            await super()._close(status, do_cbs)
+        except asyncio.CancelledError:
+            if task is not None and task.cancelling() > num_cancels:
+                raise
+            # Nobody cancelled us: the reconnecting was ended as it waited for the same socket's end as we do.
+            for told in (self._disconnected_cb, self._closed_cb):
+                if do_cbs and told is not None:
+                    await told()
 
     async def _end_reconnecting(self) -> None:
         # One cancellation may not be enough (see `honouring_cancel`), and nats-py would go on to connect for ever.
