@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self
 
 import msgspec
 from nats.aio.client import Client
@@ -41,11 +41,11 @@ log = logging.getLogger(__name__)
 Message = Msg
 """A message as received, for callers of `subscribe`."""
 
-_T = TypeVar("_T")
-
 # JetStream error codes, from the server's errors.json.
 ERR_STREAM_NOT_FOUND: Final = 10059
 ERR_CONSUMER_NOT_FOUND: Final = 10014
+ERR_CONSUMER_NOT_UNIQUE: Final = frozenset({10099, 10100})
+"""Another consumer of the work queue has an overlapping filter, or one of the two has none."""
 ERR_MESSAGE_NOT_FOUND: Final = 10037
 ERR_WRONG_LAST_SEQUENCE: Final = 10071
 ERR_WRONG_LAST_SEQUENCE_CONSTANT: Final = 10164

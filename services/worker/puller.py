@@ -9,7 +9,7 @@ from typing import Final
 
 from headrace.bus.connection import Bus, Message, Subscription
 from headrace.bus.jobqueue import Delivery, JobQueue
-from headrace.errors import BrokerError
+from headrace.errors import BrokerError, BrokerUnsuitableError
 from headrace.schemas.subjects import HDR_PASSED, WORKER_GROUP, QueueName
 from headrace.worker.discipline import order
 
@@ -63,7 +63,7 @@ class Puller:
         self._look.set()
 
     async def run(self) -> None:
-        """Fetch until stopped."""
+        """Fetch until stopped. Raises BrokerUnsuitableError where it never could."""
         try:
             while not self._is_stopped:
                 await self._told_to_look()
@@ -71,6 +71,8 @@ class Puller:
                     return
                 try:
                     await self._round()
+                except BrokerUnsuitableError:  # it will not pass by itself, and a person must know
+                    raise
                 except BrokerError as error:
                     log.warning("cannot fetch: %s", error)
                     await asyncio.sleep(_AFTER_ERROR_S)

@@ -1,6 +1,7 @@
 """A worker process: one engine, one registration, as many requests as the engine's memory carries."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -12,6 +13,7 @@ from typing import Final
 import msgspec
 
 from headrace.bus.connection import Bus, Message, keep_clock
+from headrace.bus.consumers import require_own_consumers
 from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import Delivery, JobQueue
 from headrace.bus.provision import ensure_jobs_stream, ensure_provisioned
@@ -19,7 +21,7 @@ from headrace.bus.services import answering
 from headrace.errors import BrokerError, BrokerUnavailableError, EngineError
 from headrace.lifecycle import Backoff, unless_stopped, wait_first
 from headrace.schemas.events import Owner
-from headrace.schemas.subjects import DEFAULT_POOL
+from headrace.schemas.subjects import DEFAULT_POOL, QueueName
 from headrace.schemas.workers import Heartbeat, WorkerNudge, WorkerState
 from headrace.worker.engines.base import Engine
 from headrace.worker.enginewatch import EngineFailure, until_engine_fails
@@ -58,15 +60,18 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 async def run_worker(bus: Bus, engine: Engine, options: WorkerOptions, *, stop: asyncio.Event) -> None:
     """Run one worker until `stop` is set and what it held is finished or handed back.
 
-    Raises EngineStartError where the engine does not come up at all, BrokerError where the connection is gone for good.
+    Raises EngineStartError where the engine does not come up at all, BrokerError where the connection is gone for good
+    or the job stream has somebody else's consumer.
     """
-    if await unless_stopped(_provision(bus, options.model), stop):
+    if await unless_stopped(_provision(bus, options), stop):
         await Worker(bus, engine, options).run(stop)
 
 
-async def _provision(bus: Bus, model: str) -> None:
+async def _provision(bus: Bus, options: WorkerOptions) -> None:
     await ensure_provisioned(bus)
-    await ensure_jobs_stream(bus, model)
+    await ensure_jobs_stream(bus, options.model)
+    with contextlib.suppress(BrokerUnavailableError):  # the first fetch tells too
+        await require_own_consumers(bus, options.model, wanted=QueueName(pool=options.pool))
 
 
 class Worker:
