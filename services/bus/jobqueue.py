@@ -14,6 +14,7 @@ from nats.errors import Error as NatsError
 from headrace.bus.clock import parse_time
 from headrace.bus.connection import (
     ERR_CONSUMER_NOT_FOUND,
+    ERR_CONSUMER_NOT_UNIQUE,
     ERR_MESSAGE_NOT_FOUND,
     ERR_SEQUENCE_NOT_FOUND,
     ERR_STREAM_NOT_FOUND,
@@ -21,6 +22,7 @@ from headrace.bus.connection import (
     Bus,
     StoreResult,
 )
+from headrace.bus.consumers import require_own_consumers
 from headrace.bus.joblog import stream_sequence
 from headrace.errors import BrokerUnavailableError, NotProvisionedError
 from headrace.schemas import subjects
@@ -257,7 +259,8 @@ class JobQueue:
         """Take the next message of a queue; None if there is none.
 
         Nothing is parked: the broker answers at once, and what it hands out is ours to run or to give back.
-        Raises BrokerUnavailableError where no answer comes.
+        Raises BrokerUnavailableError where no answer comes, BrokerUnsuitableError where somebody else's consumer takes
+        the same jobs.
         """
         async with self._fetch_lock:
             if queue not in self._consumers:
@@ -366,6 +369,8 @@ class JobQueue:
         except ApiRefused as refused:
             if refused.err_code == ERR_STREAM_NOT_FOUND:
                 raise NotProvisionedError(f"model {self.model!r} has no stream {self.stream}") from None
+            if refused.err_code in ERR_CONSUMER_NOT_UNIQUE:
+                await require_own_consumers(self._bus, self.model, wanted=queue)
             raise BrokerUnavailableError(f"cannot make consumer {queue.consumer} of {self.stream}: {refused}") from None
         self._consumers.add(queue)
 

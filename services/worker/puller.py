@@ -12,7 +12,7 @@ from headrace.bus.jobqueue import Delivery, JobQueue
 from headrace.discipline import choice
 from headrace.discipline.choice import QueueView
 from headrace.discipline.shares import Shares
-from headrace.errors import BrokerError
+from headrace.errors import BrokerError, BrokerUnsuitableError
 from headrace.schemas.config import Config
 from headrace.schemas.jobs import decode_need
 from headrace.schemas.subjects import HDR_PASSED, HDR_PREFERRED, LANES, WORKER_GROUP, QueueName
@@ -93,7 +93,7 @@ class Puller:
         choice.charge(views, self._shares_of(queue.pool), queue, -tokens, ageing_s=self._ageing_s)
 
     async def run(self) -> None:
-        """Fetch until stopped."""
+        """Fetch until stopped. Raises BrokerUnsuitableError where it never could."""
         try:
             while not self._is_stopped:
                 await self._told_to_look()
@@ -101,6 +101,8 @@ class Puller:
                     return
                 try:
                     await self._round()
+                except BrokerUnsuitableError:  # it will not pass by itself, and a person must know
+                    raise
                 except BrokerError as error:
                     log.warning("cannot fetch: %s", error)
                     await asyncio.sleep(_AFTER_ERROR_S)

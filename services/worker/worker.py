@@ -1,6 +1,7 @@
 """A worker process: one engine, one registration, as many requests as the engine's memory carries."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -13,6 +14,7 @@ import msgspec
 
 from headrace.bus.configuration import ConfigView
 from headrace.bus.connection import Bus, Message, keep_clock
+from headrace.bus.consumers import require_own_consumers
 from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import Delivery, JobQueue
 from headrace.bus.provision import ensure_jobs_stream, ensure_provisioned
@@ -20,7 +22,7 @@ from headrace.bus.services import answering
 from headrace.discipline.affinity import RecentPrefixes
 from headrace.discipline.room import fetchable_tokens
 from headrace.errors import BrokerError, BrokerUnavailableError, EngineError
-from headrace.lifecycle import Backoff, wait_first
+from headrace.lifecycle import Backoff, unless_stopped, wait_first
 from headrace.schemas.events import Owner
 from headrace.schemas.subjects import DEFAULT_POOL, QueueName
 from headrace.schemas.workers import Heartbeat, WorkerNudge, WorkerState
@@ -65,11 +67,18 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 async def run_worker(bus: Bus, engine: Engine, options: WorkerOptions, *, stop: asyncio.Event) -> None:
     """Run one worker until `stop` is set and what it held is finished or handed back.
 
-    Raises EngineStartError where the engine does not come up at all, BrokerError where the connection is gone for good.
+    Raises EngineStartError where the engine does not come up at all, BrokerError where the connection is gone for good
+    or the job stream has somebody else's consumer.
     """
+    if await unless_stopped(_provision(bus, options), stop):
+        await Worker(bus, engine, options).run(stop)
+
+
+async def _provision(bus: Bus, options: WorkerOptions) -> None:
     await ensure_provisioned(bus)
     await ensure_jobs_stream(bus, options.model)
-    await Worker(bus, engine, options).run(stop)
+    with contextlib.suppress(BrokerUnavailableError):  # the first fetch tells too
+        await require_own_consumers(bus, options.model, wanted=QueueName(pool=options.pool))
 
 
 class Worker:
@@ -132,32 +141,39 @@ class Worker:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Register, start the engine, work until `stop`, drain, leave."""
-        await self._heart.start()
-        log.info("worker %s registered for model %s, starting its engine", self._options.worker, self._options.model)
         try:
-            async with asyncio.TaskGroup() as group:
-                self._group = group
-                background = [
-                    group.create_task(self._heart.refresh_for_ever(), name="beat figures"),
-                    group.create_task(
-                        self._held.renew_for_ever(self._queue, ack_wait_s=self._settings.ack_wait_s), name="renewals"
-                    ),
-                    group.create_task(self._watch_for_ever(), name="watchdog"),
-                    group.create_task(
-                        self._gate.marks.follow(self._engine, is_up=self._is_up, changed=self._marks_passed),
-                        name="usage",
-                    ),
-                    group.create_task(self._purge_for_ever(), name="purges"),
-                    group.create_task(keep_clock(self._bus), name="clock"),
-                ]
-                try:
-                    await self._work(group, stop)
-                finally:
-                    for task in background:
-                        task.cancel()
+            if not await unless_stopped(self._heart.start(), stop):
+                return
+            log.info(
+                "worker %s registered for model %s, starting its engine", self._options.worker, self._options.model
+            )
+            try:
+                await self._run_registered(stop)
+            finally:
+                await self._engine.stop()
         finally:
-            await self._engine.stop()
             await self._heart.stop()
+
+    async def _run_registered(self, stop: asyncio.Event) -> None:
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            background = [
+                group.create_task(self._heart.refresh_for_ever(), name="beat figures"),
+                group.create_task(
+                    self._held.renew_for_ever(self._queue, ack_wait_s=self._settings.ack_wait_s), name="renewals"
+                ),
+                group.create_task(self._watch_for_ever(), name="watchdog"),
+                group.create_task(
+                    self._gate.marks.follow(self._engine, is_up=self._is_up, changed=self._marks_passed), name="usage"
+                ),
+                group.create_task(self._purge_for_ever(), name="purges"),
+                group.create_task(keep_clock(self._bus), name="clock"),
+            ]
+            try:
+                await self._work(group, stop)
+            finally:
+                for task in background:
+                    task.cancel()
 
     async def _work(self, group: asyncio.TaskGroup, stop: asyncio.Event) -> None:
         starting = group.create_task(self._engine.start(), name="engine start")
