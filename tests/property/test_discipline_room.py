@@ -243,3 +243,13 @@ def test_nine_hundred_starts_within_its_limit_of_room_becoming_possible(busy_s: 
     assert waited_s <= max(busy_s, AGEING_S + max(runs)) + 1e-6
     if max(runs) <= AGEING_S:
         assert waited_s <= busy_s + 2 * AGEING_S
+
+
+def test_what_starts_now_is_not_counted_as_held() -> None:
+    room = Room(capacity_tokens=1000, max_concurrency=8)
+    waiters = [Waiter(need_tokens=100)] * 2
+    assert fetchable_tokens(room, waiters, ageing_s=AGEING_S, max_waiters=2) == 800
+    held = [Waiter(need_tokens=900)] * 2
+    full = Room(capacity_tokens=1000, reserved_tokens=500, max_concurrency=8, num_running=1)
+    assert fetchable_tokens(full, held, ageing_s=AGEING_S, max_waiters=2) == 0
+    assert fetchable_tokens(full, held, ageing_s=AGEING_S, max_waiters=3) == 500
