@@ -79,6 +79,8 @@ async def unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) -
     finally:
         working.cancel()
         await asyncio.wait((working,))
+        if not working.cancelled():
+            working.exception()  # taken note of, also where we are cancelled ourselves
     if working.cancelled():
         return False
     await working

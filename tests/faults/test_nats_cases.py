@@ -14,11 +14,12 @@ import msgspec
 import pytest
 
 from headrace.bus.connection import Bus, Stored, StoreResult, Unknown, connect
+from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import JobQueue
 from headrace.bus.overview import list_workers
 from headrace.bus.provision import ensure_jobs_stream
 from headrace.client import Started
-from headrace.errors import BrokerError, JobCancelledError, RequestError
+from headrace.errors import BrokerError, BrokerUnavailableError, JobCancelledError, RequestError
 from headrace.lifecycle import ChildProcess
 from headrace.monitor import run_monitor
 from headrace.router import run_router
@@ -206,6 +207,43 @@ async def num_stored(running: Deployment) -> int:
 
 async def is_queue_empty(running: Deployment) -> bool:
     return not await JobQueue(running.bus, MODEL).counts()
+
+
+async def test_a_registration_that_is_not_acknowledged_is_tried_again(broker_url: str, prefix: str) -> None:
+    store = Bus.store
+    lost: list[str] = []
+
+    async def flaky(
+        self: Bus, subject: str, data: bytes, *, headers: Mapping[str, str], timeout_s: float | None = None
+    ) -> StoreResult:
+        if subject.startswith("$KV.") and len(lost) < 2:
+            lost.append(subject)
+            return Unknown("no answer")
+        return await store(self, subject, data, headers=headers, timeout_s=timeout_s)
+
+    async with deployment(broker_url, prefix) as running, asyncio.timeout(30):
+        with patch.object(Bus, "store", flaky):
+            await running.worker(sim(), worker="w", is_awaited=False)
+            await until(lambda: is_registered(running, "w"))
+    assert len(lost) == 2
+
+
+async def is_registered(running: Deployment, worker: str) -> bool:
+    with contextlib.suppress(BrokerError):  # there is no bucket before it made one
+        return await running.is_ready(worker)
+    return False
+
+
+async def test_a_cancel_while_the_log_does_not_answer_is_no_defect(
+    broker_url: str, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def away(self: JobLog, tenant: str, job: str) -> None:
+        raise BrokerUnavailableError("the broker is away")
+
+    async with deployment(broker_url, prefix, retry_for_s=0.5) as running, asyncio.timeout(30):
+        with patch.object(JobLog, "state", away), pytest.raises((RequestError, BrokerError)):
+            await running.client.cancel("j")
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_a_prompt_too_large_is_refused_before_it_is_sent(broker_url: str, prefix: str) -> None:  # NAT-6

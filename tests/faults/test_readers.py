@@ -18,6 +18,8 @@ from tests.faults.checking import sim_answer
 from tests.faults.reading import Reading
 
 NUM_TOKENS = 10_000
+LATE_S = 2.0
+"""What a busy machine may add to the promised time."""
 
 
 async def test_a_reader_that_reads_nothing_for_long_gets_it_all_and_holds_nobody_up(
@@ -130,6 +132,34 @@ async def test_a_reader_that_cancels_frees_the_engine(broker_url: str, prefix: s
         await asyncio.sleep(2 * running.settings.ack_wait_s)
         assert await delivered() == (0, 0, 1)  # and it was not delivered again
         assert (await JobLog(running.bus).read("default", "cut"))[-1].kind == "cancelled"
+
+
+async def test_an_answer_that_is_long_and_fast_can_be_cancelled_too(broker_url: str, prefix: str) -> None:  # STR-3
+    """Its worker appends all the time, and each of its appends wins over a `cancelled` that was prepared before."""
+    engine = sim(tokens_per_second=4000.0, max_model_len=20_000, kv_tokens=1_000_000)
+    asked_at = 0.0
+
+    async def read() -> None:
+        nonlocal asked_at
+        async with asyncio.TaskGroup() as group:
+            stream = running.client.stream(model=MODEL, prompt="fast", max_tokens=NUM_TOKENS, ignore_eos=True)
+            async for event in stream:
+                if isinstance(event, Delta) and event.offset >= NUM_TOKENS // 5 and not asked_at:
+                    asked_at = time.monotonic()
+                    group.create_task(stream.cancel())
+
+    async def is_aborted() -> bool:
+        return engine.num_aborted == 1 and engine.num_running == 0
+
+    async with deployment(broker_url, prefix) as running, asyncio.timeout(30):
+        await running.worker(engine)
+        with pytest.raises(ExceptionGroup) as caught:
+            await read()
+        assert caught.group_contains(JobCancelledError)
+        await until(is_aborted, timeout_s=3)
+        waited_s = time.monotonic() - asked_at
+        print(f"aborted {1000 * waited_s:.0f} ms after the cancel")
+        assert waited_s < 1 + LATE_S
 
 
 async def is_queue_empty(running: Deployment) -> bool:
