@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 _MAX_REFUSED: Final = 8
 """Refused appends that send us back to the top before the message is dropped."""
 _LOOK_AGAIN_S: Final = 1.0
+_MAX_READS: Final = 16
+"""Logs read at a time: of many jobs that come at once the first runs while the last is read, as they came."""
 _HOLE_READS: Final = 10
 _HOLE_PAUSE_S: Final = 0.2
 _FIRST_RETRY_S: Final = 0.5
@@ -81,6 +83,7 @@ class Handler:
         self._planner = Planner(engine, ledger, default_max_tokens=bus.settings.default_max_tokens)
         self._settler = Settler(bus, queue=queue, held=held, identity=identity, job_ended=job_ended)
         self._released = asyncio.Event()
+        self._reading = asyncio.Semaphore(_MAX_READS)
         self.seconds_per_job: float | None = None
 
     def hold(self, delivery: Delivery) -> Held | None:
@@ -147,7 +150,11 @@ class Handler:
         plan: Plan | None = None
         num_refused = 0
         while num_refused < _MAX_REFUSED and not held.is_void:
-            state = await self._log.state(job.tenant, job.job)
+            async with self._reading:
+                read = await self._log.history(
+                    job.tenant, job.job, is_likely_long=held.delivery.num_delivered > 1
+                )
+            state = fold(read)
             decision = await self._decide(held, job, state)
             if decision.action is Action.RUN or decision.action is Action.CLAIM:
                 if plan is None:
@@ -167,9 +174,9 @@ class Handler:
                     continue
                 self._ledger.reserve(held, plan.need_tokens)
                 if decision.action is Action.RUN:
-                    await self._run(held, job, plan, state, span)
+                    await self._run(held, job, plan, state, read, span)
                     return
-                if await self._claim_and_run(held, job, plan, state, span):
+                if await self._claim_and_run(held, job, plan, state, read, span):
                     return
                 self._ledger.release(held)
             elif await self._without_running(held, job, state, decision, span):
@@ -254,7 +261,9 @@ class Handler:
             return False
         return True
 
-    async def _claim_and_run(self, held: Held, job: Job, plan: Plan, state: JobState, span: Span) -> bool:
+    async def _claim_and_run(
+        self, held: Held, job: Job, plan: Plan, state: JobState, read: list[Event], span: Span
+    ) -> bool:
         """False if another event came first (back to the top)."""
         async with asyncio.timeout(self._settings.retry_for_s):
             await self._beat_settled()
@@ -286,12 +295,14 @@ class Handler:
             attributes=self._attributes(held.delivery, job),
             start_time_ns=int(self._bus.clock.to_local(job.accepted_at) * 1e9),
         ).end()
-        await self._run(held, job, plan, claimed, span)
+        await self._run(held, job, plan, claimed, read, span)
         return True
 
-    async def _run(self, held: Held, job: Job, plan: Plan, state: JobState, span: Span) -> None:
+    async def _run(
+        self, held: Held, job: Job, plan: Plan, state: JobState, read: list[Event], span: Span
+    ) -> None:
         assert state.owner is not None
-        history = await self._history(job, state) if state.num_tokens or state.attempt > 1 else ()
+        history = await self._history(job, state, read) if state.num_tokens or state.attempt > 1 else ()
         if history is None:
             refusal = Refusal(code="stream_gap", message="the log of the job has a hole; it cannot be continued")
             await self._settler.end(held, job, state, refusal, span)
@@ -353,14 +364,18 @@ class Handler:
         self._room_changed()
         await self._settler.hand_back(held, job, delay_s=delay_s)
 
-    async def _history(self, job: Job, state: JobState) -> tuple[Event, ...] | None:
-        """All events up to our own `started`, whole; None where the log has a hole that stays."""
-        for _ in range(_HOLE_READS):
-            history = await self._log.read(job.tenant, job.job)
-            told = fold(history)
-            if told.is_whole and any(event.sequence == state.sequence for event in history):
+    async def _history(self, job: Job, state: JobState, read: list[Event]) -> tuple[Event, ...] | None:
+        """All events up to our own `started`, whole; None where the log has a hole that stays.
+
+        `read` is what was read before the claim; as a rule the last event is all that has come since.
+        """
+        last = await self._log.last(job.tenant, job.job)
+        history = [*read, last] if last is not None and last.sequence > (read[-1].sequence if read else 0) else read
+        for number in range(_HOLE_READS + 1):
+            if fold(history).is_whole and any(event.sequence == state.sequence for event in history):
                 return tuple(history)
-            await asyncio.sleep(_HOLE_PAUSE_S)
+            await asyncio.sleep(_HOLE_PAUSE_S if number else 0)
+            history = await self._log.read(job.tenant, job.job)
         return None
 
     def _note_service_time(self, seconds: float) -> None:

@@ -24,7 +24,9 @@ class Heart:
     """Beats at each interval, and at once when told that something changed.
 
     `compose` gives the beat to send. `epoch` names the registration; losing the key ends it: `on_lost` is called, and
-    a new epoch begins. `revision` is the last acknowledged beat's. No beat is sent while `is_well` says no.
+    a new epoch begins. `revision` is the last acknowledged beat's; `on_stored` is called after each. Of the `num_begun`
+    beats so far, the outcome of the first `num_settled` is known: where one got no answer, a later one's
+    compare-and-set told. No beat is sent while `is_well` says no.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Heart:
         compose: Callable[[], Heartbeat],
         new_epoch: Callable[[], str],
         on_lost: Callable[[], Awaitable[None]],
+        on_stored: Callable[[], None] = lambda: None,
         is_well: Callable[[], bool] = lambda: True,
         epoch: str | None = None,
     ) -> None:
@@ -47,12 +50,14 @@ class Heart:
         self._compose = compose
         self._new_epoch = new_epoch
         self._on_lost = on_lost
+        self._on_stored = on_stored
         self._is_well = is_well
         self._changed = asyncio.Event()
-        self._settled = asyncio.Event()
         self._last_ok = -float("inf")
         self.epoch = epoch if epoch is not None else new_epoch()
         self.revision = 0
+        self.num_begun = 0
+        self.num_settled = 0
 
     @property
     def is_fresh(self) -> bool:
@@ -82,19 +87,6 @@ class Heart:
         if not isinstance(result, Stored):
             raise BrokerUnavailableError(f"cannot register worker {self._worker}: {result.reason}")
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether no beat is under way whose outcome is open."""
-        return self._settled.is_set()
-
-    async def settled(self) -> None:
-        """Wait until no beat is under way whose outcome is open.
-
-        A claim names the last acknowledged beat, and any later one must list what was claimed. So a claim waits for a
-        beat that was composed before its message was listed, or others would take the owner for one that gave it up.
-        """
-        await self._settled.wait()
-
     async def run(self) -> None:
         """Beat until cancelled."""
         while True:
@@ -118,7 +110,7 @@ class Heart:
         await self._bucket.remove(self._worker, expected_revision=self.revision)
 
     async def _beat(self) -> StoreResult:
-        self._settled.clear()
+        self.num_begun += 1  # before it is composed; see `Pulse.settled`
         # No longer than an interval: after a beat without an answer the next one's compare-and-set tells what it was.
         result = await self._bucket.put(
             self._compose(), expected_revision=self.revision, ttl_s=self._ttl_s, timeout_s=self._interval_s
@@ -126,7 +118,8 @@ class Heart:
         if isinstance(result, Stored):
             self.revision = result.sequence
             self._last_ok = time.monotonic()
-            self._settled.set()
+            self.num_settled = self.num_begun
+            self._on_stored()
         return result
 
     async def _is_still_mine(self) -> bool:

@@ -22,10 +22,12 @@ _AFTER_ERROR_S: Final = 0.5
 _TRIES_AFTER_WAKE: Final = 3
 """A message is announced, and even acknowledged, a moment before its consumer has it (measured: 7 times in 4,000)."""
 _TRY_AGAIN_S: Final = 0.003
+_MAX_BATCH: Final = 16
+"""Messages fetched at once. Anybody can publish wakes, so what they say is bounded."""
 
 
 class Puller:
-    """Fetches while `has_room` says so, and gives each message to `take`.
+    """Fetches while there is `room`, never more messages than that says, and gives each to `take`.
 
     A worker with room is a member of its pool's wake group, so that a new job wakes one worker that can run it; a
     full one leaves the group. What is known to wait is a hint: a fetch that finds nothing clears it.
@@ -37,15 +39,16 @@ class Puller:
         queue: JobQueue,
         *,
         pool: str,
-        has_room: Callable[[], bool],
+        room: Callable[[], int],
         take: Callable[[Delivery], None],
     ) -> None:
         self._bus = bus
         self._queue = queue
         self._pool = pool
-        self._has_room = has_room
+        self._room = room
         self._take = take
         self._waiting: dict[QueueName, int] = {}
+        self._woken: dict[QueueName, int] = {}
         self._last_served: dict[QueueName, int] = {}
         self._num_fetched = 0
         self._synced_at = -math.inf
@@ -97,29 +100,44 @@ class Puller:
             known = dict.fromkeys(self._waiting, 0)
             self._waiting = known | {queue: number for queue, number in counts.items() if queue.pool == self._pool}
         num_tries = _TRIES_AFTER_WAKE if not resync else 1
-        while self._has_room() and not self._is_stopped:
-            delivery = await self._fetch_next(num_tries)
-            if delivery is None:
+        while (room := self._room()) > 0 and not self._is_stopped:
+            deliveries = await self._fetch_next(num_tries, room)
+            if not deliveries:
                 return
-            self._take(delivery)
+            for delivery in deliveries:
+                self._take(delivery)
         if not self._has_room():
             await self._leave()
 
-    async def _fetch_next(self, num_tries: int) -> Delivery | None:
-        for queue in order(self._waiting, last_served=self._last_served):
-            delivery = await self._queue.fetch(queue)
+    def _has_room(self) -> bool:
+        return self._room() > 0
+
+    async def _fetch_next(self, num_tries: int, room: int) -> list[Delivery]:
+        queues = order(self._waiting, last_served=self._last_served)
+        for queue in queues:
+            limit = self._batch(queue, queues, room)
+            deliveries = await self._queue.fetch_many(queue, limit)
             for _ in range(num_tries - 1):
-                if delivery is not None:
+                if deliveries:
                     break
                 await asyncio.sleep(_TRY_AGAIN_S)
-                delivery = await self._queue.fetch(queue)
-            if delivery is not None:
+                deliveries = await self._queue.fetch_many(queue, limit)
+            num_left = self._waiting.get(queue, 0) - len(deliveries)
+            self._waiting[queue] = max(0, num_left) if deliveries else 0
+            self._woken[queue] = max(0, self._woken.get(queue, 0) - len(deliveries)) if len(deliveries) == limit else 0
+            if deliveries:
                 self._num_fetched += 1
-                self._last_served[delivery.queue] = self._num_fetched
-                self._waiting[queue] = max(0, self._waiting.get(queue, 0) - 1)
-                return delivery
-            self._waiting[queue] = 0
-        return None
+                self._last_served[queue] = self._num_fetched
+                return deliveries
+        return []
+
+    def _batch(self, queue: QueueName, queues: list[QueueName], room: int) -> int:
+        """As many as we were woken for: one wake goes to one worker, so each takes its share. Queues of a lane take
+        turns by single messages.
+        """
+        if any(other.lane == queue.lane for other in queues if other != queue):
+            return 1
+        return max(1, min(self._woken.get(queue, 0), room, _MAX_BATCH))
 
     async def _join(self) -> None:
         if self._membership is None:
@@ -139,6 +157,7 @@ class Puller:
         if self._has_room() and not self._is_stopped:
             if queue in self._waiting:
                 self._waiting[queue] += 1
+                self._woken[queue] = self._woken.get(queue, 0) + 1
             else:  # anybody can publish a wake; whether there is such a queue, the stream knows
                 self._synced_at = -math.inf
             self._look.set()

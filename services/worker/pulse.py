@@ -53,7 +53,9 @@ class Pulse:
         self._on_lost = on_lost
         self._stuck_after_s = stuck_after_s
         self._beat: Heartbeat | None = None
+        self._is_stale = False
         self._composed_at = time.monotonic()
+        self._claims: list[tuple[int, asyncio.Future[None]]] = []
         self._heart: Heart | None = None
         self._first_epoch = new_epoch()
         self._main_loop: asyncio.AbstractEventLoop | None = None
@@ -79,13 +81,20 @@ class Pulse:
         return self._heart is not None and self._heart.is_fresh
 
     def changed(self) -> None:
-        """Compose a beat and send it soon."""
-        self.refresh()
+        """Compose a beat and send it soon; changes of one turn of the loop share it."""
+        if not self._is_stale:
+            self._is_stale = True
+            asyncio.get_running_loop().call_soon(self._send_changed)
+
+    def _send_changed(self) -> None:
+        if self._is_stale:
+            self.refresh()
         if self._loop is not None and self._heart is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._heart.changed)
 
     def refresh(self) -> None:
         """Compose the beat to be sent next."""
+        self._is_stale = False
         self._beat = self._compose()
         self._composed_at = time.monotonic()
 
@@ -96,15 +105,32 @@ class Pulse:
             await asyncio.sleep(self._settings.heartbeat_s)
 
     async def settled(self) -> None:
-        """Wait until no beat is under way that was composed before now; see `Heart.settled`.
+        """Wait until no beat is under way that was composed before now.
 
-        The heart marks a beat as under way before it takes the composed one, and we composed before we look, so one
-        of the two sees the other.
+        A claim names the last acknowledged beat, and any later one must list what was claimed. So a claim waits for a
+        beat that was composed before its message was listed, or others would take the owner for one that gave it up.
+        The heart counts a beat as begun before it takes the composed one, and we composed before we look, so one of
+        the two sees the other.
         """
-        if self._heart is None or self._loop is None:
+        if self._heart is None or self._main_loop is None:
             raise BrokerUnavailableError("the worker is not registered")
-        if not self._heart.is_settled:
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._heart.settled(), self._loop))
+        if self._is_stale:
+            self.refresh()
+        number = self._heart.num_begun
+        if self._heart.num_settled < number:
+            settled: asyncio.Future[None] = self._main_loop.create_future()
+            self._claims.append((number, settled))
+            await settled
+
+    def _let_claims_go(self) -> None:
+        """Claims that wait for a beat whose outcome is known by now; called in the worker's loop after each."""
+        num_settled = self._heart.num_settled if self._heart is not None else 0
+        waiting, self._claims = self._claims, []
+        for number, settled in waiting:
+            if number <= num_settled:
+                _resolve(settled)
+            elif not settled.done():
+                self._claims.append((number, settled))
 
     async def start(self) -> None:
         """Register and begin to beat. Raises what keeps the worker from registering."""
@@ -154,6 +180,7 @@ class Pulse:
                 compose=lambda: self._beat_of(bus),
                 new_epoch=self._new_epoch,
                 on_lost=self._tell_lost,
+                on_stored=self._tell_stored,
                 is_well=lambda: time.monotonic() - self._composed_at < self._stuck_after_s,
                 epoch=self._first_epoch,
             )
@@ -189,6 +216,10 @@ class Pulse:
         assert self._heart is not None
         assert self._beat is not None
         return msgspec.structs.replace(self._beat, epoch=self._heart.epoch, connection=bus.connection_id)
+
+    def _tell_stored(self) -> None:
+        assert self._main_loop is not None
+        self._main_loop.call_soon_threadsafe(self._let_claims_go)
 
     async def _tell_lost(self) -> None:
         assert self._main_loop is not None

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import time
@@ -26,7 +27,7 @@ from headrace.worker.enginewatch import EngineFailure, until_engine_fails
 from headrace.worker.handling import Handler
 from headrace.worker.held import HeldSet
 from headrace.worker.ledger import Ledger
-from headrace.worker.memory import read_host_memory
+from headrace.worker.memory import Memory, read_host_memory
 from headrace.worker.puller import Puller
 from headrace.worker.pulse import Pulse
 from headrace.worker.tokenizing import tokenize_endpoint
@@ -76,6 +77,9 @@ class Worker:
         self._state: WorkerState = "Starting"
         self._reason = ""
         self._engine_run = 0
+        self._host = socket.gethostname()
+        self._memory: Memory | None = None
+        self._memory_read_at = -math.inf
         self._ledger = Ledger(capacity_tokens=options.kv_tokens, max_concurrency=options.max_concurrency or 1)
         self._heart = Pulse(
             bus,
@@ -99,7 +103,7 @@ class Worker:
             room_changed=self._room_changed,
             job_ended=self._job_ended,
         )
-        self._puller = Puller(bus, self._queue, pool=options.pool, has_room=self._has_room, take=self._take)
+        self._puller = Puller(bus, self._queue, pool=options.pool, room=self._room, take=self._take)
         self._purges: deque[tuple[float, str, str]] = deque(maxlen=_MAX_PURGES_WAITING)
         self._group: asyncio.TaskGroup | None = None
         self._nudged = asyncio.Event()
@@ -201,6 +205,14 @@ class Worker:
             and self._ledger.has_slot
         )
 
+    def _room(self) -> int:
+        """How many messages may be fetched now."""
+        if not self._has_room():
+            return 0
+        num_taking = self._held.num_taking_a_slot
+        num_unreserved = max(0, num_taking - self._ledger.num_running)
+        return min(self._ledger.max_concurrency - num_taking, self._ledger.num_more(num_unreserved))
+
     def _take(self, delivery: Delivery) -> None:
         assert self._group is not None
         held = self._handler.hold(delivery)  # now, so that the next look at our room counts it
@@ -249,7 +261,7 @@ class Worker:
     def _beat(self) -> Heartbeat:
         is_started = self._state != "Starting"
         facts = self._engine.facts if is_started else None
-        memory = read_host_memory()
+        memory = self._read_memory()
         return Heartbeat(
             worker=self._options.worker,
             epoch=self._heart.epoch,
@@ -258,7 +270,7 @@ class Worker:
             version=facts.version if facts is not None else "",
             engine=facts.name if facts is not None else "",
             pool=self._options.pool,
-            host=socket.gethostname(),
+            host=self._host,
             pid=os.getpid(),
             port=facts.port if facts is not None else None,
             kv_capacity_tokens=self._ledger.capacity_tokens or 0,
@@ -276,6 +288,13 @@ class Worker:
             reason=self._reason,
             held=tuple(held.as_request() for held in self._held),
         )
+
+    def _read_memory(self) -> Memory | None:
+        """The host's memory, as it was within the last beat's interval; a beat comes with every change."""
+        now = time.monotonic()
+        if now - self._memory_read_at >= self._settings.heartbeat_s:
+            self._memory, self._memory_read_at = read_host_memory(), now
+        return self._memory
 
     def _on_lost(self) -> None:
         self._held.void_all()
