@@ -13,8 +13,8 @@ import msgspec
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 from nats.errors import ConnectionClosedError, NoRespondersError, SlowConsumerError
+from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 
 from headrace.bus.clock import BrokerClock
@@ -305,7 +305,7 @@ async def keep_clock(bus: Bus) -> None:
 
 
 async def _waited_for(subscription: Subscription, timeout_s: float) -> Msg | None:
-    """What comes next into an empty subscription, or None. Raises ConnectionClosedError if the client closes meanwhile."""
+    """What comes next into an empty subscription, or None. Raises ConnectionClosedError once the client is closed."""
     getting = asyncio.ensure_future(subscription._pending_queue.get())
     waiting = subscription._pending_next_msgs_calls  # closing the client cancels what is in here
     waiting[str(id(getting))] = getting

@@ -118,9 +118,9 @@ class JobLog:
         """What the log says, from all of it."""
         return fold(await self.history(tenant, job))
 
-    async def history(self, tenant: str, job: str, *, is_likely_long: bool = False) -> list[Event]:
-        """All events; one read where the job never started, which is nearly always, or where it is known that it did."""
-        if not is_likely_long:
+    async def history(self, tenant: str, job: str, *, is_likely_started: bool = False) -> list[Event]:
+        """All events, in order. One read where the job never started, which is nearly always, or is likely to have."""
+        if not is_likely_started:
             last = await self.last(tenant, job)
             if last is None:
                 return []

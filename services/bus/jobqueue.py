@@ -274,7 +274,8 @@ class JobQueue:
         timeout_s = self._bus.settings.request_timeout_s
         num_sent = 0
         try:
-            for num_sent in range(1, limit + 1):
+            while num_sent < limit:
+                num_sent += 1  # from here on it may have been sent
                 await self._bus.publish(
                     f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{queue.consumer}", _PULL_ONE, reply=pull.subject
                 )

@@ -151,9 +151,7 @@ class Handler:
         num_refused = 0
         while num_refused < _MAX_REFUSED and not held.is_void:
             async with self._reading:
-                read = await self._log.history(
-                    job.tenant, job.job, is_likely_long=held.delivery.num_delivered > 1
-                )
+                read = await self._log.history(job.tenant, job.job, is_likely_started=held.delivery.num_delivered > 1)
             state = fold(read)
             decision = await self._decide(held, job, state)
             if decision.action is Action.RUN or decision.action is Action.CLAIM:
@@ -298,9 +296,7 @@ class Handler:
         await self._run(held, job, plan, claimed, read, span)
         return True
 
-    async def _run(
-        self, held: Held, job: Job, plan: Plan, state: JobState, read: list[Event], span: Span
-    ) -> None:
+    async def _run(self, held: Held, job: Job, plan: Plan, state: JobState, read: list[Event], span: Span) -> None:
         assert state.owner is not None
         history = await self._history(job, state, read) if state.num_tokens or state.attempt > 1 else ()
         if history is None:
