@@ -124,7 +124,7 @@ class Puller:
                 deliveries = await self._queue.fetch_many(queue, limit)
             num_left = self._waiting.get(queue, 0) - len(deliveries)
             self._waiting[queue] = max(0, num_left) if deliveries else 0
-            self._woken[queue] = max(0, self._woken.get(queue, 0) - len(deliveries)) if len(deliveries) == limit else 0
+            self._woken[queue] = max(0, self._woken.get(queue, 0) - len(deliveries)) if deliveries else 0
             if deliveries:
                 self._num_fetched += 1
                 self._last_served[queue] = self._num_fetched
