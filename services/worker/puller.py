@@ -100,10 +100,12 @@ class Puller:
             known = dict.fromkeys(self._waiting, 0)
             self._waiting = known | {queue: number for queue, number in counts.items() if queue.pool == self._pool}
         num_tries = _TRIES_AFTER_WAKE if not resync else 1
+        batch = 1
         while (room := self._room()) > 0 and not self._is_stopped:
-            deliveries = await self._fetch_next(num_tries, room)
+            deliveries = await self._fetch_next(num_tries, batch=batch, room=room)
             if not deliveries:
                 return
+            batch = 2 * len(deliveries)
             for delivery in deliveries:
                 self._take(delivery)
         if not self._has_room():
@@ -112,10 +114,10 @@ class Puller:
     def _has_room(self) -> bool:
         return self._room() > 0
 
-    async def _fetch_next(self, num_tries: int, room: int) -> list[Delivery]:
+    async def _fetch_next(self, num_tries: int, *, batch: int, room: int) -> list[Delivery]:
         queues = order(self._waiting, last_served=self._last_served)
         for queue in queues:
-            limit = self._batch(queue, queues, room)
+            limit = self._limit(queue, queues, batch=batch, room=room)
             deliveries = await self._queue.fetch_many(queue, limit)
             for _ in range(num_tries - 1):
                 if deliveries:
@@ -131,13 +133,14 @@ class Puller:
                 return deliveries
         return []
 
-    def _batch(self, queue: QueueName, queues: list[QueueName], room: int) -> int:
-        """As many as we were woken for: one wake goes to one worker, so each takes its share. Queues of a lane take
-        turns by single messages.
+    def _limit(self, queue: QueueName, queues: list[QueueName], *, batch: int, room: int) -> int:
+        """As many as we were woken for, since each wake goes to one worker; else twice as many as came at last.
+
+        Queues of one lane take turns by single messages.
         """
         if any(other.lane == queue.lane for other in queues if other != queue):
             return 1
-        return max(1, min(self._woken.get(queue, 0), room, _MAX_BATCH))
+        return min(max(batch, self._woken.get(queue, 0)), room, _MAX_BATCH)
 
     async def _join(self) -> None:
         if self._membership is None:
