@@ -12,6 +12,7 @@ from headrace.schemas.subjects import HDR_FALLBACK as _HDR_FALLBACK
 from headrace.schemas.subjects import (
     HDR_HASH,
     HDR_JOB,
+    HDR_PREFERRED,
     JobId,
     Tenant,
     is_job_id,
@@ -34,7 +35,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     Delivery is at least once; the message id `<tenant>.<job>` is its idempotency key. `body` is the client's JSON,
     validated. Times: `accepted_at` is unix seconds UTC by the router's clock, the two limits are seconds from then.
-    `need_tokens` is the router's estimate of KV tokens to its last token.
+    `need_tokens` is the router's estimate of KV tokens to its last token, `preferred` the worker that has its beginning
+    in its cache: a hint.
     """
 
     tenant: Tenant
@@ -48,6 +50,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float
     need_tokens: int
     fallback: str | None = None
+    preferred: str | None = None
 
     @property
     def deadline_at(self) -> float:
@@ -74,6 +77,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         }
         if self.fallback is not None:
             headers[_HDR_FALLBACK] = model_to_token(self.fallback)
+        if self.preferred is not None:
+            headers[HDR_PREFERRED] = self.preferred
         return headers
 
 
@@ -94,11 +99,18 @@ def decode_job(headers: Mapping[str, str] | None, body: bytes) -> Job | None:
             deadline_s=float(headers[_HDR_DEADLINE]),
             need_tokens=int(headers[_HDR_NEED]),
             fallback=token_to_model(headers[_HDR_FALLBACK]) if _HDR_FALLBACK in headers else None,
+            preferred=headers.get(HDR_PREFERRED),
         )
     except (KeyError, ValueError):
         return None
     are_times = all(map(math.isfinite, (job.accepted_at, job.queue_timeout_s, job.deadline_s)))
     return job if are_times and is_name(job.tenant) and is_job_id(job.job) else None
+
+
+def decode_need(headers: Mapping[str, str]) -> int:
+    """Estimated KV tokens of the job that a wake announces; 0 where it does not say."""
+    text = headers.get(_HDR_NEED, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else 0
 
 
 def body_hash(op: str, model: str, body: bytes) -> str:

@@ -22,6 +22,7 @@ class WorkerOverview(msgspec.Struct, frozen=True, kw_only=True):
     kv_reserved_tokens: int
     running: int
     max_concurrency: int
+    effective_concurrency: int | None = None
     waiting: int = 0
     pool: str = "default"
     host: str = ""

@@ -9,14 +9,16 @@ from headrace import telemetry
 from headrace.bus.connection import Bus, Refused, Stored, Unknown
 from headrace.bus.joblog import JobLog
 from headrace.bus.services import IncomingRequest, refuse, reply_with
+from headrace.discipline.affinity import prefix_hashes
+from headrace.discipline.position import eta_s, position, retry_after_s, waiting_of
 from headrace.errors import BrokerError
 from headrace.lifecycle import Backoff
 from headrace.router.admission import Wish, check_reply, read_wish
 from headrace.router.deliveries import Deliveries
 from headrace.router.models import Models
-from headrace.router.position import eta_s, position, retry_after_s, waiting_of
 from headrace.router.sizing import Sizing
 from headrace.schemas import events, subjects
+from headrace.schemas.conversation import conversation_texts
 from headrace.schemas.events import AcceptedBody
 from headrace.schemas.jobs import Job, body_hash
 from headrace.schemas.openai import RequestLimits
@@ -104,7 +106,8 @@ class Ingress:
             return Refusal(code="model_not_found", message="the model is not known here", param="model")
         span.set({"gen_ai.request.model": wish.model})
         digest = body_hash(wish.op, wish.model, incoming.data)
-        if wish.job is not None and await self._log.last_from_leader(wish.tenant, wish.job) is not None:
+        may_be_known = wish.job is not None and subjects.HDR_NEW_ID not in incoming.headers
+        if wish.job is not None and may_be_known and await self._log.last_from_leader(wish.tenant, wish.job):
             return await self._attach(incoming, wish, wish.job, digest, span)
         need = await self._sizing.need_tokens(wish, incoming.data)
         if isinstance(need, Refusal):
@@ -121,6 +124,9 @@ class Ingress:
             deadline_s=wish.deadline_s,
             need_tokens=need,
             fallback=wish.fallback,
+            preferred=self._models.preferred(
+                wish.model, wish.queue.pool, prefix_hashes(conversation_texts(wish.request)), need
+            ),
         )
         span.set(
             job_attributes(
@@ -156,9 +162,14 @@ class Ingress:
             await retries.pause()
         if not result.is_duplicate:
             self._models.note_published(job.model, wish.queue)
+            if job.preferred is not None:
+                await queue.wake_worker(job.preferred, wish.queue)
         else:
             return await self._duplicate(incoming, wish, job, result, span)
-        body = await self._accepted_body(wish, job.job, result.sequence)
+        if self._models.is_room_left(job.model, wish.queue.pool, job.need_tokens):
+            body = AcceptedBody(job=job.job, sequence=result.sequence, position=0, eta_s=0.0, model=job.model)
+        else:
+            body = await self._accepted_body(wish, job.job, result.sequence)
         secured = await self._secure(incoming, job.tenant, job.job)
         await self._answer(incoming, body)
         await self._append_accepted(job, body)

@@ -2,6 +2,8 @@
 
 from collections.abc import Hashable
 
+from headrace.discipline.room import Room
+
 __all__ = ["Ledger"]
 
 
@@ -16,7 +18,19 @@ class Ledger:
         self.capacity_tokens = capacity_tokens
         self.max_concurrency = max_concurrency
         self._needs: dict[Hashable, int] = {}
-        self._last_need = 0
+
+    def __contains__(self, holder: Hashable) -> bool:
+        return holder in self._needs
+
+    def room(self, *, is_above_high_water: bool = False) -> Room:
+        """The same figures for the discipline."""
+        return Room(
+            capacity_tokens=self.capacity_tokens,
+            reserved_tokens=self.reserved_tokens,
+            max_concurrency=self.max_concurrency,
+            num_running=self.num_running,
+            is_above_high_water=is_above_high_water,
+        )
 
     @property
     def reserved_tokens(self) -> int:
@@ -35,23 +49,6 @@ class Ledger:
             return False
         return self.capacity_tokens is None or self.reserved_tokens < self.capacity_tokens
 
-    def num_more(self, num_unreserved: int) -> int:
-        """How many more messages may be fetched at once, beside so many that are fetched and have reserved nothing yet.
-
-        Their needs are not known before they are read, so each counts as the largest of those that run, or the last
-        one that ran. One is always allowed where `has_slot` says so; what then does not fit is held or handed back.
-        """
-        if not self.has_slot:
-            return 0
-        num_slots = self.max_concurrency - self.num_running - num_unreserved
-        if self.capacity_tokens is None:
-            return max(1, num_slots)
-        largest = max(self._needs.values(), default=self._last_need)
-        if not largest:
-            return 1
-        num_fitting = (self.capacity_tokens - self.reserved_tokens) // largest - num_unreserved
-        return max(1, min(num_slots, num_fitting))
-
     def could_ever_fit(self, need_tokens: int) -> bool:
         """Whether an empty worker could carry it to its last token."""
         return self.capacity_tokens is None or need_tokens <= self.capacity_tokens
@@ -69,7 +66,7 @@ class Ledger:
         """
         if holder in self._needs or not self.fits(need_tokens):
             raise ValueError(f"cannot reserve {need_tokens} tokens for {holder}")
-        self._needs[holder] = self._last_need = need_tokens
+        self._needs[holder] = need_tokens
 
     def release(self, holder: Hashable) -> None:
         """Give a reservation back; nothing if there is none."""

@@ -4,14 +4,17 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from headrace.bus.connection import Bus, Message, Subscription
 from headrace.bus.jobqueue import Delivery, JobQueue
+from headrace.discipline import choice
+from headrace.discipline.choice import QueueView
+from headrace.discipline.shares import Shares
 from headrace.errors import BrokerError
-from headrace.schemas.subjects import HDR_PASSED, WORKER_GROUP, QueueName
-from headrace.worker.discipline import order
+from headrace.schemas.jobs import decode_need
+from headrace.schemas.subjects import HDR_PASSED, HDR_PREFERRED, LANES, WORKER_GROUP, QueueName
 
 __all__ = ["Puller"]
 
@@ -24,13 +27,22 @@ _TRIES_AFTER_WAKE: Final = 3
 _TRY_AGAIN_S: Final = 0.003
 _MAX_BATCH: Final = 16
 """Messages fetched at once. Anybody can publish wakes, so what they say is bounded."""
+_AFTER_PREFERRED_S: Final = 0.002
+"""Head start of the worker that has a job's beginning in its cache."""
+_HEAD_FOR_S: Final = 1.0
+"""How long what is known of a queue's head may be true."""
+_MAX_HEADS: Final = 8
+"""Heads looked at in one round."""
 
 
 class Puller:
-    """Fetches while there is `room`, never more messages than that says, and gives each to `take`.
+    """Fetches while `fetchable_tokens` says that there is room, and gives each message to `take`.
+
+    Several at once where several are announced: at most as many as `num_fetchable` says would start beside each other.
 
     A worker with room is a member of its pool's wake group, so that a new job wakes one worker that can run it; a
-    full one leaves the group. What is known to wait is a hint: a fetch that finds nothing clears it.
+    full one leaves the group. What is known to wait is a hint: a fetch that finds nothing clears it. Which queue is
+    next is the discipline's choice, over what this worker has served.
     """
 
     def __init__(
@@ -38,19 +50,25 @@ class Puller:
         bus: Bus,
         queue: JobQueue,
         *,
+        worker: str,
         pool: str,
-        room: Callable[[], int],
+        fetchable_tokens: Callable[[], int],
+        num_fetchable: Callable[[int], int],
         take: Callable[[Delivery], None],
+        ageing_s: float,
     ) -> None:
         self._bus = bus
         self._queue = queue
+        self._worker = worker
         self._pool = pool
-        self._room = room
+        self._fetchable_tokens = fetchable_tokens
+        self._num_fetchable = num_fetchable
         self._take = take
+        self._ageing_s = ageing_s
+        self._shares = Shares()
         self._waiting: dict[QueueName, int] = {}
         self._woken: dict[QueueName, int] = {}
-        self._last_served: dict[QueueName, int] = {}
-        self._num_fetched = 0
+        self._heads: dict[QueueName, tuple[float, float | None]] = {}
         self._synced_at = -math.inf
         self._look = asyncio.Event()
         self._membership: Subscription | None = None
@@ -64,6 +82,19 @@ class Puller:
         """Fetch nothing more; `run` returns once a fetch under way is over."""
         self._is_stopped = True
         self._look.set()
+
+    async def wake(self, queue: QueueName) -> None:
+        """Somebody has a job for us in that queue; where there is no room after all, another worker is woken."""
+        if queue.pool != self._pool:
+            return
+        if self._has_room():
+            self._note(queue)
+        else:
+            await self._queue.wake(queue, {HDR_PASSED: "1"})
+
+    def refund(self, queue: QueueName, tokens: int) -> None:
+        """A job fetched from the queue went to another worker: it costs the queue nothing here."""
+        choice.charge(self._views(), self._shares, queue, -tokens, ageing_s=self._ageing_s)
 
     async def run(self) -> None:
         """Fetch until stopped."""
@@ -79,6 +110,9 @@ class Puller:
                     await asyncio.sleep(_AFTER_ERROR_S)
         finally:
             await self._leave()
+
+    def _has_room(self) -> bool:
+        return not self._is_stopped and self._fetchable_tokens() > 0
 
     async def _told_to_look(self) -> None:
         try:
@@ -99,10 +133,11 @@ class Puller:
             self._synced_at = time.monotonic()
             known = dict.fromkeys(self._waiting, 0)
             self._waiting = known | {queue: number for queue, number in counts.items() if queue.pool == self._pool}
+            await self._look_at_heads()
         num_tries = _TRIES_AFTER_WAKE if not resync else 1
         batch = 1
-        while (room := self._room()) > 0 and not self._is_stopped:
-            deliveries = await self._fetch_next(num_tries, batch=batch, room=room)
+        while self._has_room():
+            deliveries = await self._fetch_next(num_tries, batch)
             if not deliveries:
                 return
             batch = 2 * len(deliveries)
@@ -111,36 +146,49 @@ class Puller:
         if not self._has_room():
             await self._leave()
 
-    def _has_room(self) -> bool:
-        return self._room() > 0
-
-    async def _fetch_next(self, num_tries: int, *, batch: int, room: int) -> list[Delivery]:
-        queues = order(self._waiting, last_served=self._last_served)
+    async def _fetch_next(self, num_tries: int, batch: int) -> list[Delivery]:
+        views = list(self._views())
+        queues = choice.order(views, self._shares, ageing_s=self._ageing_s)
         for queue in queues:
-            limit = self._limit(queue, queues, batch=batch, room=room)
+            limit = self._limit(queue, batch) if len(queues) == 1 else 1  # queues take turns message by message
             deliveries = await self._queue.fetch_many(queue, limit)
             for _ in range(num_tries - 1):
                 if deliveries:
                     break
                 await asyncio.sleep(_TRY_AGAIN_S)
                 deliveries = await self._queue.fetch_many(queue, limit)
-            num_left = self._waiting.get(queue, 0) - len(deliveries)
-            self._waiting[queue] = max(0, num_left) if deliveries else 0
-            self._woken[queue] = max(0, self._woken.get(queue, 0) - len(deliveries)) if deliveries else 0
             if deliveries:
-                self._num_fetched += 1
-                self._last_served[queue] = self._num_fetched
+                for delivery in deliveries:
+                    need_tokens = delivery.job.need_tokens if delivery.job is not None else 0
+                    choice.charge(views, self._shares, delivery.queue, need_tokens, ageing_s=self._ageing_s)
+                self._waiting[queue] = max(0, self._waiting.get(queue, 0) - len(deliveries))
+                self._woken[queue] = max(0, self._woken.get(queue, 0) - len(deliveries))
+                self._heads.pop(queue, None)
                 return deliveries
+            self._waiting[queue] = self._woken[queue] = 0
         return []
 
-    def _limit(self, queue: QueueName, queues: list[QueueName], *, batch: int, room: int) -> int:
-        """As many as we were woken for, since each wake goes to one worker; else twice as many as came at last.
+    def _limit(self, queue: QueueName, batch: int) -> int:
+        """As many as we were woken for, since each wake goes to one worker; else twice as many as came at last."""
+        wanted = min(max(batch, self._woken.get(queue, 0)), _MAX_BATCH)
+        return max(1, self._num_fetchable(wanted)) if wanted > 1 else 1
 
-        Queues of one lane take turns by single messages.
-        """
-        if any(other.lane == queue.lane for other in queues if other != queue):
-            return 1
-        return min(max(batch, self._woken.get(queue, 0)), room, _MAX_BATCH)
+    def _views(self) -> Iterator[QueueView]:
+        now = self._bus.clock.now()
+        for queue, number in self._waiting.items():
+            _, accepted_at = self._heads.get(queue, (0.0, None))
+            oldest_wait_s = now - accepted_at if accepted_at is not None else None
+            yield QueueView(name=queue, num_waiting=number, oldest_wait_s=oldest_wait_s)
+
+    async def _look_at_heads(self) -> None:
+        """Learn how long the heads of the lower lanes have waited, where a higher one might keep them from starting."""
+        waiting = [queue for queue, number in self._waiting.items() if number > 0]
+        top = min((LANES.index(queue.lane) for queue in waiting), default=0)
+        now = time.monotonic()
+        self._heads = {queue: head for queue, head in self._heads.items() if now - head[0] < _HEAD_FOR_S}
+        lower = [queue for queue in waiting if LANES.index(queue.lane) > top and queue not in self._heads]
+        for queue in lower[:_MAX_HEADS]:
+            self._heads[queue] = (now, await self._queue.oldest_waiting_at(queue))
 
     async def _join(self) -> None:
         if self._membership is None:
@@ -157,12 +205,20 @@ class Puller:
         if queue is None:
             return
         headers = message.headers or {}
-        if self._has_room() and not self._is_stopped:
-            if queue in self._waiting:
-                self._waiting[queue] += 1
-                self._woken[queue] = self._woken.get(queue, 0) + 1
-            else:  # anybody can publish a wake; whether there is such a queue, the stream knows
-                self._synced_at = -math.inf
-            self._look.set()
-        elif HDR_PASSED not in headers:  # it came as we filled up: somebody else may have room
+        num_tokens = self._fetchable_tokens() if not self._is_stopped else 0
+        may_pass = HDR_PASSED not in headers
+        if num_tokens and (decode_need(headers) <= num_tokens or not may_pass):
+            if headers.get(HDR_PREFERRED, self._worker) == self._worker:
+                self._note(queue)
+            else:
+                asyncio.get_running_loop().call_later(_AFTER_PREFERRED_S, self._note, queue)
+        elif may_pass:  # it does not fit, or came as we filled up: somebody else may have room
             await self._bus.publish(message.subject, headers={**headers, HDR_PASSED: "1"})
+
+    def _note(self, queue: QueueName) -> None:
+        if queue in self._waiting:
+            self._waiting[queue] += 1
+            self._woken[queue] = self._woken.get(queue, 0) + 1
+        else:  # anybody can publish a wake; whether there is such a queue, the stream knows
+            self._synced_at = -math.inf
+        self._look.set()

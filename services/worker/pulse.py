@@ -25,7 +25,7 @@ _STOP_S: Final = 5.0
 _SWITCH_S: Final = 0.0005
 """How long one of the two threads may keep the interpreter while the other waits for it, a handful of times a beat.
 
-Claims wait for beats: with Python's own 5 ms a beat beside a busy loop took 30 ms.
+With Python's own 5 ms a beat beside a busy loop takes 20 ms and more, and a claim may have to wait for one.
 """
 _RETRY_FIRST_S: Final = 0.1
 _RETRY_MAX_S: Final = 2.0
@@ -58,10 +58,11 @@ class Pulse:
         self._new_epoch = new_epoch
         self._on_lost = on_lost
         self._stuck_after_s = stuck_after_s
-        self._beat: Heartbeat | None = None
+        self._composed: tuple[int, Heartbeat] | None = None
+        self._next_number = 0
         self._is_stale = False
+        self._claims: list[asyncio.Future[None]] = []
         self._composed_at = time.monotonic()
-        self._claims: list[tuple[int, asyncio.Future[None]]] = []
         self._heart: Heart | None = None
         self._first_epoch = new_epoch()
         self._main_loop: asyncio.AbstractEventLoop | None = None
@@ -86,11 +87,12 @@ class Pulse:
         """Whether the last acknowledged beat is younger than half the TTL; a worker that is not must not fetch."""
         return self._heart is not None and self._heart.is_fresh
 
-    def changed(self) -> None:
-        """Compose a beat and send it soon; changes of one turn of the loop share it."""
+    def changed(self) -> int:
+        """Compose a beat and send it soon; returns its number. Changes of one turn of the loop share a beat."""
         if not self._is_stale:
             self._is_stale = True
             asyncio.get_running_loop().call_soon(self._send_changed)
+        return self._next_number
 
     def _send_changed(self) -> None:
         if self._is_stale:
@@ -101,7 +103,8 @@ class Pulse:
     def refresh(self) -> None:
         """Compose the beat to be sent next."""
         self._is_stale = False
-        self._beat = self._compose()
+        self._composed = (self._next_number, self._compose())
+        self._next_number += 1
         self._composed_at = time.monotonic()
 
     async def refresh_for_ever(self) -> None:
@@ -110,33 +113,31 @@ class Pulse:
             self.refresh()
             await asyncio.sleep(self._settings.heartbeat_s)
 
-    async def settled(self) -> None:
-        """Wait until no beat is under way that was composed before now.
+    async def settled(self, number: int) -> None:
+        """Wait until no beat is under way that is older than `number`, which was composed before; see `Heart.settled`.
 
-        A claim names the last acknowledged beat, and any later one must list what was claimed. So a claim waits for a
-        beat that was composed before its message was listed, or others would take the owner for one that gave it up.
-        The heart counts a beat as begun before it takes the composed one, and we composed before we look, so one of
-        the two sees the other.
+        The heart marks a beat as under way before it takes the composed one, and we composed before we look, so one
+        of the two sees the other.
         """
         if self._heart is None or self._main_loop is None:
             raise BrokerUnavailableError("the worker is not registered")
         if self._is_stale:
             self.refresh()
-        number = self._heart.num_begun
-        if self._heart.num_settled < number:
-            settled: asyncio.Future[None] = self._main_loop.create_future()
-            self._claims.append((number, settled))
-            await settled
+        while not self._heart.is_settled(number):
+            stored: asyncio.Future[None] = self._main_loop.create_future()
+            self._claims.append(stored)
+            await stored
 
-    def _let_claims_go(self) -> None:
-        """Claims that wait for a beat whose outcome is known by now; called in the worker's loop after each."""
-        num_settled = self._heart.num_settled if self._heart is not None else 0
-        waiting, self._claims = self._claims, []
-        for number, settled in waiting:
-            if number <= num_settled:
-                _resolve(settled)
-            elif not settled.done():
-                self._claims.append((number, settled))
+    def _tell_stored(self) -> None:
+        assert self._main_loop is not None
+        if not self._main_loop.is_closed():
+            self._main_loop.call_soon_threadsafe(self._look_again)
+
+    def _look_again(self) -> None:
+        """Claims that wait look whether the beat that was just stored is what they wait for."""
+        claims, self._claims = self._claims, []
+        for stored in claims:
+            _resolve(stored)
 
     async def start(self) -> None:
         """Register and begin to beat. Raises what keeps the worker from registering."""
@@ -219,14 +220,11 @@ class Pulse:
                 log.warning("cannot register yet: %s", error)
                 await retries.pause()
 
-    def _beat_of(self, bus: Bus) -> Heartbeat:
+    def _beat_of(self, bus: Bus) -> tuple[int, Heartbeat]:
         assert self._heart is not None
-        assert self._beat is not None
-        return msgspec.structs.replace(self._beat, epoch=self._heart.epoch, connection=bus.connection_id)
-
-    def _tell_stored(self) -> None:
-        assert self._main_loop is not None
-        self._main_loop.call_soon_threadsafe(self._let_claims_go)
+        assert self._composed is not None
+        number, beat = self._composed
+        return number, msgspec.structs.replace(beat, epoch=self._heart.epoch, connection=bus.connection_id)
 
     async def _tell_lost(self) -> None:
         assert self._main_loop is not None
