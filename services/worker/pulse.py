@@ -193,6 +193,11 @@ class Pulse:
                 epoch=self._first_epoch,
             )
             self._heart = heart
+
+            async def beat_again() -> None:
+                heart.changed()
+
+            bus.on_reconnect.append(beat_again)  # monitors wait for a beat on the new connection, and not for long
             await self._register(heart)
             self._main_loop.call_soon_threadsafe(_resolve, registered)
             async with asyncio.TaskGroup() as group:
