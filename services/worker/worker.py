@@ -17,7 +17,7 @@ from headrace.bus.jobqueue import Delivery, JobQueue
 from headrace.bus.provision import ensure_jobs_stream, ensure_provisioned
 from headrace.bus.services import answering
 from headrace.discipline.affinity import RecentPrefixes
-from headrace.discipline.room import UNLIMITED_TOKENS, Room, fetchable_tokens
+from headrace.discipline.room import UNLIMITED_TOKENS, Room, fetchable_tokens, num_fetchable
 from headrace.errors import BrokerError, BrokerUnavailableError, EngineError
 from headrace.lifecycle import Backoff, wait_first
 from headrace.schemas.events import Owner
@@ -227,23 +227,22 @@ class Worker:
 
     def _fetchable_tokens(self) -> int:
         """KV tokens that a job fetched now may need to start at once; 0: fetch nothing."""
-        return self._fetchable_in(self._promised_room())
-
-    def _fetchable_in(self, room: Room) -> int:
         if not self._is_up() or not self._heart.is_fresh:
             return 0
-        return fetchable_tokens(room, self._gate.waiters, ageing_s=self._settings.ageing_s, max_waiters=_MAX_WAITERS)
+        return fetchable_tokens(
+            self._promised_room(), self._gate.waiters, ageing_s=self._settings.ageing_s, max_waiters=_MAX_WAITERS
+        )
 
     def _num_fetchable(self, limit: int) -> int:
-        """How many jobs may be fetched at once, `limit` at most: all of them would start beside each other, were each
-        as large as the largest that is held. Where none is, there is no telling, and one may be fetched.
-        """
-        largest = max((held.need_tokens for held in self._held), default=UNLIMITED_TOKENS)
-        room, number = self._promised_room(), 0
-        while number < limit and self._fetchable_in(room) >= max(1, largest if number else 1):
-            number += 1
-            room = room.with_one_more(largest)
-        return number
+        """How many jobs may be fetched at once, were each as large as the largest held; with none held, one."""
+        return num_fetchable(
+            self._promised_room(),
+            self._gate.waiters,
+            need_tokens=max((held.need_tokens for held in self._held), default=UNLIMITED_TOKENS),
+            limit=limit,
+            ageing_s=self._settings.ageing_s,
+            max_waiters=_MAX_WAITERS,
+        )
 
     def _promised_room(self) -> Room:
         """The room beside what runs and what was fetched: where its exact need is not known yet, the router's estimate
