@@ -259,8 +259,8 @@ class JobQueue:
         """Take the next messages of a queue, `limit` at most; none where none waits.
 
         Nothing is parked: the broker answers at once, and what it hands out is ours to run or to give back. Each
-        message is asked for by a request of its own, sent together, since only then each has one answer and it is
-        known when all have come. Raises BrokerUnavailableError where no answer comes; what did come is returned.
+        message is asked for by a request of its own, sent together, so each has exactly one answer and it is known
+        when all have come. Raises BrokerUnavailableError where no answer comes; what did come is returned.
         """
         async with self._fetch_lock:
             if queue not in self._consumers:
