@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 _MAX_REFUSED: Final = 8
 """Refused appends that send us back to the top before the message is dropped."""
-_MAX_READS: Final = 16
+_MAX_READS: Final = 8
 """Logs read at a time: of many jobs that come at once the first runs while the last is read, as they came."""
 _LOOK_AROUND_S: Final = 0.15
 """How often one that does not fit here looks for a worker where it would start."""
