@@ -13,8 +13,8 @@ import msgspec
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
+from nats.errors import ConnectionClosedError, NoRespondersError, SlowConsumerError
 from nats.errors import Error as NatsError
-from nats.errors import NoRespondersError, SlowConsumerError
 from nats.errors import TimeoutError as NatsTimeoutError
 
 from headrace.bus.clock import BrokerClock
@@ -277,13 +277,22 @@ class Bus:
             raise BrokerUnavailableError(f"cannot subscribe to {subject}: {error or type(error).__name__}") from None
 
     async def next_message(self, subscription: Subscription, timeout_s: float) -> Msg | None:
-        """The next message of a subscription without a callback; None if none came in time."""
+        """The next message of a subscription without a callback; None if none came in time.
+
+        One that is there already is taken without a turn of the loop: nats-py's own call makes two tasks for each,
+        and many messages that came together would each wait behind all other work of the process.
+        """
+        if self.nc.is_closed:
+            raise BrokerUnavailableError(f"{subscription.subject}: the connection is closed")
+        queue = subscription._pending_queue
         try:
-            return await honouring_cancel(subscription.next_msg(max(timeout_s, 0.001)))
-        except NatsTimeoutError:
-            return None
+            message = queue.get_nowait() if not queue.empty() else await _waited_for(subscription, timeout_s)
         except NatsError as error:
             raise BrokerUnavailableError(f"{subscription.subject}: {error or type(error).__name__}") from None
+        if message is not None:
+            subscription._pending_size -= len(message.data)
+            queue.task_done()
+        return message
 
     def _too_large(self, data: bytes, headers: Mapping[str, str]) -> str:
         # The server answers a message beyond its limit with an error that ends the connection for good.
@@ -301,6 +310,21 @@ async def keep_clock(bus: Bus) -> None:
     while True:
         await asyncio.sleep(_CLOCK_EVERY_S)
         await bus.sync_clock()
+
+
+async def _waited_for(subscription: Subscription, timeout_s: float) -> Msg | None:
+    """What comes next into an empty subscription, or None. Raises ConnectionClosedError once the client is closed."""
+    getting = asyncio.ensure_future(subscription._pending_queue.get())
+    waiting = subscription._pending_next_msgs_calls  # closing the client cancels what is in here
+    waiting[str(id(getting))] = getting
+    try:
+        await asyncio.wait((getting,), timeout=max(timeout_s, 0.001))
+        if getting.cancelled():
+            raise ConnectionClosedError
+        return getting.result() if getting.done() else None
+    finally:
+        waiting.pop(str(id(getting)), None)
+        getting.cancel()
 
 
 @contextlib.asynccontextmanager

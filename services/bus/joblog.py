@@ -115,13 +115,18 @@ class JobLog:
         return [event for event in events if event is not None]
 
     async def state(self, tenant: str, job: str) -> JobState:
-        """What the log says, from all of it; one read where the job never started, which is nearly always."""
-        last = await self.last(tenant, job)
-        if last is None:
-            return JobState()
-        if last.kind == "accepted":  # only ever appended to an empty log
-            return fold([last])
-        return fold(await self.read(tenant, job))
+        """What the log says, from all of it."""
+        return fold(await self.history(tenant, job))
+
+    async def history(self, tenant: str, job: str, *, is_likely_started: bool = False) -> list[Event]:
+        """All events, in order. One read where the job never started, which is nearly always, or is likely to have."""
+        if not is_likely_started:
+            last = await self.last(tenant, job)
+            if last is None:
+                return []
+            if last.kind == "accepted":  # only ever appended to an empty log
+                return [last]
+        return await self.read(tenant, job)
 
     async def deliver(
         self, tenant: str, job: str, inbox: str, *, from_sequence: int = 1, after_s: float = 0.0

@@ -40,6 +40,7 @@ _ABANDONED_WAIT_S: Final = 0.5
 _ACK, _NAK, _IN_PROGRESS, _TERM = b"+ACK", b"-NAK", b"+WPI", b"+TERM"
 _NOTHING_THERE: Final = ("404", "408")
 _UNSERVED: Final = "503"
+_PULL_ONE: Final = b'{"batch":1,"no_wait":true}'
 
 QueueCounts = dict[QueueName, int]
 """Messages per queue, waiting and running alike."""
@@ -99,6 +100,32 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     ack_subject: str
 
 
+class _Pull:
+    """A fetch under way: each of its requests gets one answer, a job or a status; `answered` once all of them did."""
+
+    def __init__(self, subject: str, num_requests: int) -> None:
+        self.subject = subject
+        self.answers: list[Msg] = []
+        self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._num_requests = num_requests
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a request has no answer yet."""
+        return len(self.answers) < self._num_requests
+
+    def take(self, message: Msg) -> None:
+        """An answer came."""
+        self.answers.append(message)
+        self.give_up(self._num_requests)
+
+    def give_up(self, num_sent: int) -> None:
+        """No more than so many requests were sent."""
+        self._num_requests = num_sent
+        if not self.is_open and not self.answered.done():
+            self.answered.set_result(None)
+
+
 class JobQueue:
     """Work on the stream of one model. An async context manager: inside it, fetching works.
 
@@ -114,9 +141,8 @@ class JobQueue:
         self._inbox = bus.new_inbox()
         self._subscription: Subscription | None = None
         self._fetch_lock = asyncio.Lock()
-        self._answer: asyncio.Future[Msg] | None = None
-        self._answer_subject = ""
-        self._abandoned: asyncio.Future[Msg] | None = None
+        self._pull: _Pull | None = None
+        self._abandoned: _Pull | None = None
         self._num_fetches = 0
         self._consumers: set[QueueName] = set()
 
@@ -128,7 +154,7 @@ class JobQueue:
         if self._subscription is None or self._bus.nc.is_closed:
             return
         if self._abandoned is not None:  # a fetch that was cancelled: what it is sent must not be lost
-            await asyncio.wait((self._abandoned,), timeout=_ABANDONED_WAIT_S)
+            await asyncio.wait((self._abandoned.answered,), timeout=_ABANDONED_WAIT_S)
         with contextlib.suppress(NatsError):
             await self._subscription.unsubscribe()
 
@@ -256,49 +282,60 @@ class JobQueue:
         return True
 
     async def fetch(self, queue: QueueName) -> Delivery | None:
-        """Take the next message of a queue; None if there is none.
+        """`fetch_many` of one."""
+        return next(iter(await self.fetch_many(queue, 1)), None)
 
-        Nothing is parked: the broker answers at once, and what it hands out is ours to run or to give back.
-        Raises BrokerUnavailableError where no answer comes, BrokerUnsuitableError where somebody else's consumer takes
-        the same jobs.
+    async def fetch_many(self, queue: QueueName, limit: int) -> list[Delivery]:
+        """Take the next messages of a queue, `limit` at most; none where none waits.
+
+        Nothing is parked: the broker answers at once, and what it hands out is ours to run or to give back. Each
+        message is asked for by a request of its own, sent together, so each has exactly one answer and it is known
+        when all have come. Raises BrokerUnavailableError where no answer comes (what did come is returned),
+        BrokerUnsuitableError where somebody else's consumer takes the same jobs.
         """
         async with self._fetch_lock:
             if queue not in self._consumers:
                 await self._ensure_consumer(queue)
-            message = await self._fetch_one(queue)
-        status = (message.headers or {}).get("Status")
-        if status is None:
-            return self._delivery(message)
-        if status in _NOTHING_THERE:
-            return None
-        self._consumers.discard(queue)  # deleted, or its leader moved: look again next time
-        if status == _UNSERVED:
+            answers = await self._pull_many(queue, limit)
+        deliveries: list[Delivery] = []
+        is_unserved = False
+        for message in answers:
+            status = (message.headers or {}).get("Status")
+            if status is None:
+                delivery = self._delivery(message)
+                deliveries += [delivery] if delivery is not None else []
+            elif status not in _NOTHING_THERE:
+                self._consumers.discard(queue)  # deleted, or its leader moved: look again next time
+                is_unserved = is_unserved or status == _UNSERVED
+        if is_unserved and not deliveries:
             raise BrokerUnavailableError(f"consumer {queue.consumer} of {self.stream} is not served now")
-        return None
+        return deliveries
 
-    async def _fetch_one(self, queue: QueueName) -> Msg:
+    async def _pull_many(self, queue: QueueName, limit: int) -> list[Msg]:
         self._num_fetches += 1
-        answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-        self._answer, self._answer_subject = answer, f"{self._inbox}.{self._num_fetches}"
+        self._pull = pull = _Pull(f"{self._inbox}.{self._num_fetches}", limit)
         timeout_s = self._bus.settings.request_timeout_s
+        num_sent = 0
         try:
-            await self._bus.publish(
-                f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{queue.consumer}",
-                b'{"batch":1,"no_wait":true}',
-                reply=self._answer_subject,
-            )
-            await asyncio.wait((answer,), timeout=timeout_s)
-        except asyncio.CancelledError:
-            if answer.done():  # the job came in the very moment we were told to stop
-                await self._too_late(answer.result())
+            while num_sent < limit:
+                num_sent += 1  # from here on it may have been sent
+                await self._bus.publish(
+                    f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{queue.consumer}", _PULL_ONE, reply=pull.subject
+                )
+            await asyncio.wait((pull.answered,), timeout=timeout_s)
+        except (asyncio.CancelledError, BrokerUnavailableError):
+            for message in pull.answers:  # the jobs came in the very moment we were told to stop
+                if not self._is_status(message):
+                    await self._too_late(message)
             raise
         finally:
-            self._answer = None
-            if not answer.done():
-                self._abandoned = answer
-        if not answer.done():
+            self._pull = None
+            pull.give_up(num_sent)
+            if not pull.answered.done():
+                self._abandoned = pull
+        if not pull.answers:
             raise BrokerUnavailableError(f"no answer to a fetch from {queue.consumer} within {timeout_s:g} s")
-        return answer.result()
+        return pull.answers
 
     async def ack(self, delivery: Delivery) -> None:
         """Settle: the job ended. Only ever after its terminal event is known to be stored."""
@@ -376,16 +413,19 @@ class JobQueue:
 
     async def _on_message(self, message: Msg) -> None:
         # A job keeps its own subject on this inbox; only status answers carry the fetch's. With one fetch at a time
-        # a job is that fetch's answer, or comes too late.
-        is_status = message.subject.startswith(self._inbox)
-        answer = self._answer
-        if answer is not None and not answer.done() and (not is_status or message.subject == self._answer_subject):
-            answer.set_result(message)
+        # a job is one of that fetch's answers, or comes too late.
+        is_status = self._is_status(message)
+        pull = self._pull
+        if pull is not None and pull.is_open and (not is_status or message.subject == pull.subject):
+            pull.take(message)
             return
         if not is_status:
             await self._too_late(message)
-        if self._abandoned is not None and not self._abandoned.done():
-            self._abandoned.set_result(message)
+        if self._abandoned is not None and (not is_status or message.subject == self._abandoned.subject):
+            self._abandoned.take(message)
+
+    def _is_status(self, message: Msg) -> bool:
+        return message.subject.startswith(self._inbox)
 
     async def _too_late(self, message: Msg) -> None:
         delivery = self._delivery(message)

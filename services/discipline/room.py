@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-__all__ = ["UNLIMITED_TOKENS", "Room", "Waiter", "fetchable_tokens", "startable"]
+__all__ = ["UNLIMITED_TOKENS", "Room", "Waiter", "fetchable_tokens", "num_fetchable", "startable"]
 
 UNLIMITED_TOKENS: Final = 2**53
 """What fits where an engine does not tell its capacity."""
@@ -85,6 +85,22 @@ def fetchable_tokens(room: Room, waiters: Sequence[Waiter], *, ageing_s: float, 
     if plan.is_kept or num_left >= max_waiters or not plan.room.has_slot:
         return 0
     return UNLIMITED_TOKENS if plan.room.free_tokens is None else plan.room.free_tokens
+
+
+def num_fetchable(
+    room: Room, waiters: Sequence[Waiter], *, need_tokens: int, limit: int, ageing_s: float, max_waiters: int
+) -> int:
+    """How many requests may be fetched at once, `limit` at most: all would start beside each other, if none needs more
+    than `need_tokens`. One may be fetched wherever `fetchable_tokens` lets it, whatever it needs.
+    """
+    number = 0
+    while number < limit:
+        free_tokens = fetchable_tokens(room, waiters, ageing_s=ageing_s, max_waiters=max_waiters)
+        if not free_tokens or (number and free_tokens < need_tokens):
+            break
+        number += 1
+        room = room.with_one_more(need_tokens)
+    return number
 
 
 def _plan(room: Room, waiters: Sequence[Waiter], ageing_s: float) -> _Plan:

@@ -25,6 +25,9 @@ _MAX_LAG_S: Final = 0.5
 _SWEEP_S: Final = 0.5
 _RETRY_LISTEN_S: Final = 5.0
 _CLOSED_REASON: Final = "Client Closed"
+_RESET_REASONS: Final = ("Read Error", "Write Error")
+_BACK_WITHIN_S: Final = 0.15
+"""What a worker gets to beat on a new connection after its own was reset; it connects again at once."""
 
 
 class Guard:
@@ -37,6 +40,7 @@ class Guard:
         self._watch = Watch(ttl_s=bus.settings.worker_ttl_s)
         self._sweep = Sweep(bus, self._evictor)
         self._evicting: set[str] = set()
+        self._group: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
         """Guard until cancelled."""
@@ -44,9 +48,11 @@ class Guard:
         self._bus.on_reconnect.append(self._on_reconnect)
         try:
             async with asyncio.TaskGroup() as group:
+                self._group = group
                 group.create_task(self._tick_for_ever(group), name="liveness")
                 group.create_task(self._sweep_for_ever(), name="sweep")
         finally:
+            self._group = None
             self._bus.on_reconnect.remove(self._on_reconnect)
 
     async def listen(self, system_url: str) -> None:
@@ -63,24 +69,35 @@ class Guard:
     async def on_disconnect(self, notice: Disconnect) -> None:
         """The broker says that a connection ended: if it was a worker's and the client closed it, its process is gone.
 
-        Other reasons are troubles of the network or the broker, which the worker may outlive.
+        A reset is what the kernel sends for a killed process that had not read everything yet, but something between
+        may have sent it: then the worker is back in a moment. Other reasons are troubles of the network or the broker,
+        which the worker may outlive.
         """
-        if notice.reason != _CLOSED_REASON:
+        if notice.reason != _CLOSED_REASON and notice.reason not in _RESET_REASONS:
             return
         for worker, seen in list(self._view.workers.items()):
             beat = seen.beat
-            if beat is not None and not beat.is_tombstone and beat.connection == notice.connection:
-                await self._evict_once(worker, f"disconnected: {notice.reason}")
+            if beat is None or beat.is_tombstone or beat.connection != notice.connection:
+                continue
+            if notice.reason == _CLOSED_REASON:
+                await self._evict_disconnected(worker, notice)
+            elif self._group is not None:
+                self._group.create_task(self._evict_unless_back(worker, notice), name=f"reset {worker}")
 
-    async def _evict_once(self, worker: str, reason: str) -> None:
+    async def _evict_unless_back(self, worker: str, notice: Disconnect) -> None:
+        await asyncio.sleep(_BACK_WITHIN_S)
+        await self._evict_disconnected(worker, notice)
+
+    async def _evict_disconnected(self, worker: str, notice: Disconnect) -> None:
         if worker in self._evicting:
             return
         self._evicting.add(worker)
         try:
             # The view may be a beat behind, and the tombstone needs the very last revision and list.
             seen = await self._view.refresh(worker)
-            if seen is not None and seen.beat is not None and not seen.beat.is_tombstone:
-                await self._evict(Suspect(seen=seen, last_beat=seen.beat, reason=reason))
+            beat = seen.beat if seen is not None else None
+            if seen is not None and beat is not None and not beat.is_tombstone and beat.connection == notice.connection:
+                await self._evict_seen(Suspect(seen=seen, last_beat=beat, reason=f"disconnected: {notice.reason}"))
         except BrokerError as error:
             log.warning("worker %s cannot be evicted now: %s", worker, error)
             self._watch.excuse(time.monotonic())
@@ -91,6 +108,10 @@ class Guard:
         now = await self._view.refresh(suspect.last_beat.worker)
         if now is not None and now.revision != suspect.seen.revision:
             return  # it has beaten, or left, or somebody was faster
+        await self._evict_seen(suspect)
+
+    async def _evict_seen(self, suspect: Suspect) -> None:
+        """Evict on what was read just now."""
         if await self._evictor.evict(suspect.seen, suspect.last_beat, reason=suspect.reason):
             await self._sweep.after_eviction(suspect.last_beat, self._view.beats)
         await self._view.refresh(suspect.last_beat.worker)

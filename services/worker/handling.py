@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 
 _MAX_REFUSED: Final = 8
 """Refused appends that send us back to the top before the message is dropped."""
+_MAX_READS: Final = 8
+"""Logs read at a time: of many jobs that come at once the first runs while the last is read, as they came."""
 _LOOK_AROUND_S: Final = 0.15
 """How often one that does not fit here looks for a worker where it would start."""
 _LOOK_AROUNDS: Final = 6
@@ -109,6 +111,7 @@ class Handler:
         self._passed_on = passed_on
         self._planner = Planner(engine, default_max_tokens=bus.settings.default_max_tokens)
         self._settler = Settler(bus, queue=queue, held=held, identity=identity, job_ended=job_ended)
+        self._reading = asyncio.Semaphore(_MAX_READS)
         self.seconds_per_job: float | None = None
 
     def hold(self, delivery: Delivery) -> Held | None:
@@ -174,7 +177,9 @@ class Handler:
         plan: Plan | None = None
         num_refused = 0
         while num_refused < _MAX_REFUSED and not held.is_void:
-            state = await self._log.state(job.tenant, job.job)
+            async with self._reading:
+                read = await self._log.history(job.tenant, job.job, is_likely_started=held.delivery.num_delivered > 1)
+            state = fold(read)
             decision = await self._decide(held, job, state)
             if decision.action is Action.RUN or decision.action is Action.CLAIM:
                 if plan is None:
@@ -194,9 +199,9 @@ class Handler:
                 if entry is _Entry.AGAIN:
                     continue
                 if decision.action is Action.RUN:
-                    await self._run(held, job, plan, state, span)
+                    await self._run(held, job, plan, state, read, span)
                     return
-                if await self._claim_and_run(held, job, plan, state, span):
+                if await self._claim_and_run(held, job, plan, state, read, span):
                     return
                 self._gate.leave(held)
             elif await self._without_running(held, job, state, decision, span):
@@ -337,7 +342,9 @@ class Handler:
             f"this one has {self._gate.room.capacity_tokens}",
         )
 
-    async def _claim_and_run(self, held: Held, job: Job, plan: Plan, state: JobState, span: Span) -> bool:
+    async def _claim_and_run(
+        self, held: Held, job: Job, plan: Plan, state: JobState, read: list[Event], span: Span
+    ) -> bool:
         """False if another event came first (back to the top)."""
         async with asyncio.timeout(self._settings.retry_for_s):
             await self._beat_settled(held.listed_in)
@@ -369,12 +376,12 @@ class Handler:
             attributes=self._attributes(held.delivery, job),
             start_time_ns=int(self._bus.clock.to_local(job.accepted_at) * 1e9),
         ).end()
-        await self._run(held, job, plan, claimed, span)
+        await self._run(held, job, plan, claimed, read, span)
         return True
 
-    async def _run(self, held: Held, job: Job, plan: Plan, state: JobState, span: Span) -> None:
+    async def _run(self, held: Held, job: Job, plan: Plan, state: JobState, read: list[Event], span: Span) -> None:
         assert state.owner is not None
-        history = await self._history(job, state) if state.num_tokens or state.attempt > 1 else ()
+        history = await self._history(job, state, read) if state.num_tokens or state.attempt > 1 else ()
         if history is None:
             refusal = Refusal(code="stream_gap", message="the log of the job has a hole; it cannot be continued")
             await self._settler.end(held, job, state, refusal, span)
@@ -436,14 +443,18 @@ class Handler:
         self._room_changed()
         await self._settler.hand_back(held, job, delay_s=delay_s, to=to)
 
-    async def _history(self, job: Job, state: JobState) -> tuple[Event, ...] | None:
-        """All events up to our own `started`, whole; None where the log has a hole that stays."""
-        for _ in range(_HOLE_READS):
-            history = await self._log.read(job.tenant, job.job)
-            told = fold(history)
-            if told.is_whole and any(event.sequence == state.sequence for event in history):
+    async def _history(self, job: Job, state: JobState, read: list[Event]) -> tuple[Event, ...] | None:
+        """All events up to our own `started`, whole; None where the log has a hole that stays.
+
+        `read` is what was read before the claim; as a rule the last event is all that has come since.
+        """
+        last = await self._log.last(job.tenant, job.job)
+        history = [*read, last] if last is not None and last.sequence > (read[-1].sequence if read else 0) else read
+        for number in range(_HOLE_READS + 1):
+            if fold(history).is_whole and any(event.sequence == state.sequence for event in history):
                 return tuple(history)
-            await asyncio.sleep(_HOLE_PAUSE_S)
+            await asyncio.sleep(_HOLE_PAUSE_S if number else 0)
+            history = await self._log.read(job.tenant, job.job)
         return None
 
     def _note_service_time(self, seconds: float) -> None:

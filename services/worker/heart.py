@@ -26,8 +26,8 @@ class Heart:
     """Beats at each interval, and at once when told that something changed.
 
     `compose` gives the beat to send and its number, which rises. `epoch` names the registration; losing the key ends
-    it: `on_lost` is called, and a new epoch begins. `revision` is the last acknowledged beat's. No beat is sent while
-    `is_well` says no.
+    it: `on_lost` is called, and a new epoch begins. `revision` is the last acknowledged beat's; `on_stored` is called
+    after each. No beat is sent while `is_well` says no.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class Heart:
         compose: Callable[[], tuple[int, Heartbeat]],
         new_epoch: Callable[[], str],
         on_lost: Callable[[], Awaitable[None]],
+        on_stored: Callable[[], None] = lambda: None,
         is_well: Callable[[], bool] = lambda: True,
         epoch: str | None = None,
     ) -> None:
@@ -50,6 +51,7 @@ class Heart:
         self._compose = compose
         self._new_epoch = new_epoch
         self._on_lost = on_lost
+        self._on_stored = on_stored
         self._is_well = is_well
         self._changed = asyncio.Event()
         self._stored = asyncio.Event()
@@ -139,6 +141,7 @@ class Heart:
             self._last_ok = time.monotonic()
             self._oldest_open = None
             self._stored.set()
+            self._on_stored()
         return result
 
     async def _is_still_mine(self) -> bool:

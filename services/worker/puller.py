@@ -26,6 +26,8 @@ _AFTER_ERROR_S: Final = 0.5
 _TRIES_AFTER_WAKE: Final = 3
 """A message is announced, and even acknowledged, a moment before its consumer has it (measured: 7 times in 4,000)."""
 _TRY_AGAIN_S: Final = 0.003
+_MAX_BATCH: Final = 16
+"""Messages fetched at once. Anybody can publish wakes, so what they say is bounded."""
 _AFTER_PREFERRED_S: Final = 0.002
 """Head start of the worker that has a job's beginning in its cache."""
 _HEAD_FOR_S: Final = 1.0
@@ -36,6 +38,8 @@ _MAX_HEADS: Final = 8
 
 class Puller:
     """Fetches while `fetchable_tokens` says that there is room, and gives each message to `take`.
+
+    Several at once where several are announced: at most as many as `num_fetchable` says would start beside each other.
 
     A worker with room is a member of its pool's wake group, so that a new job wakes one worker that can run it; a
     full one leaves the group. What is known to wait is a hint: a fetch that finds nothing clears it. Which queue is
@@ -51,6 +55,7 @@ class Puller:
         worker: str,
         pool: str,
         fetchable_tokens: Callable[[], int],
+        num_fetchable: Callable[[int], int],
         take: Callable[[Delivery], None],
         ageing_s: float,
         config: Callable[[], Config] = Config,
@@ -60,11 +65,13 @@ class Puller:
         self._worker = worker
         self._pool = pool
         self._fetchable_tokens = fetchable_tokens
+        self._num_fetchable = num_fetchable
         self._take = take
         self._ageing_s = ageing_s
         self._config = config
         self._shares: dict[str, Shares] = {}
         self._waiting: dict[QueueName, int] = {}
+        self._woken: dict[QueueName, int] = {}
         self._heads: dict[QueueName, tuple[float, float | None]] = {}
         self._synced_at = -math.inf
         self._look = asyncio.Event()
@@ -134,11 +141,14 @@ class Puller:
             self._waiting = known | {queue: number for queue, number in counts.items() if queue.pool in pools}
             await self._look_at_heads()
         num_tries = _TRIES_AFTER_WAKE if not resync else 1
+        batch = 1
         while self._has_room():
-            delivery = await self._fetch_next(num_tries)
-            if delivery is None:
+            deliveries = await self._fetch_next(num_tries, batch)
+            if not deliveries:
                 return
-            self._take(delivery)
+            batch = 2 * len(deliveries)
+            for delivery in deliveries:
+                self._take(delivery)
         if not self._has_room():
             await self._leave()
 
@@ -149,30 +159,39 @@ class Puller:
     def _shares_of(self, pool: str) -> Shares:
         return self._shares.setdefault(pool, Shares())
 
-    async def _fetch_next(self, num_tries: int) -> Delivery | None:
+    async def _fetch_next(self, num_tries: int, batch: int) -> list[Delivery]:
         for pool in self._pools():
-            delivery = await self._fetch_from(pool, num_tries)
-            if delivery is not None:
-                return delivery
-        return None
+            deliveries = await self._fetch_from(pool, num_tries, batch)
+            if deliveries:
+                return deliveries
+        return []
 
-    async def _fetch_from(self, pool: str, num_tries: int) -> Delivery | None:
+    async def _fetch_from(self, pool: str, num_tries: int, batch: int) -> list[Delivery]:
         views, shares = list(self._views(pool)), self._shares_of(pool)
-        for queue in choice.order(views, shares, ageing_s=self._ageing_s):
-            delivery = await self._queue.fetch(queue)
+        queues = choice.order(views, shares, ageing_s=self._ageing_s)
+        for queue in queues:
+            limit = self._limit(queue, batch) if len(queues) == 1 else 1  # queues take turns message by message
+            deliveries = await self._queue.fetch_many(queue, limit)
             for _ in range(num_tries - 1):
-                if delivery is not None:
+                if deliveries:
                     break
                 await asyncio.sleep(_TRY_AGAIN_S)
-                delivery = await self._queue.fetch(queue)
-            if delivery is not None:
-                need_tokens = delivery.job.need_tokens if delivery.job is not None else 0
-                choice.charge(views, shares, delivery.queue, need_tokens, ageing_s=self._ageing_s)
-                self._waiting[queue] = max(0, self._waiting.get(queue, 0) - 1)
+                deliveries = await self._queue.fetch_many(queue, limit)
+            if deliveries:
+                for delivery in deliveries:
+                    need_tokens = delivery.job.need_tokens if delivery.job is not None else 0
+                    choice.charge(views, shares, delivery.queue, need_tokens, ageing_s=self._ageing_s)
+                self._waiting[queue] = max(0, self._waiting.get(queue, 0) - len(deliveries))
+                self._woken[queue] = max(0, self._woken.get(queue, 0) - len(deliveries))
                 self._heads.pop(queue, None)
-                return delivery
-            self._waiting[queue] = 0
-        return None
+                return deliveries
+            self._waiting[queue] = self._woken[queue] = 0
+        return []
+
+    def _limit(self, queue: QueueName, batch: int) -> int:
+        """As many as we were woken for, since each wake goes to one worker; else twice as many as came at last."""
+        wanted = min(max(batch, self._woken.get(queue, 0)), _MAX_BATCH)
+        return max(1, self._num_fetchable(wanted)) if wanted > 1 else 1
 
     def _views(self, pool: str) -> Iterator[QueueView]:
         now = self._bus.clock.now()
@@ -223,6 +242,7 @@ class Puller:
     def _note(self, queue: QueueName) -> None:
         if queue in self._waiting:
             self._waiting[queue] += 1
+            self._woken[queue] = self._woken.get(queue, 0) + 1
         else:  # anybody can publish a wake; whether there is such a queue, the stream knows
             self._synced_at = -math.inf
         self._look.set()

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,11 @@ __all__ = ["Pulse"]
 log = logging.getLogger(__name__)
 
 _STOP_S: Final = 5.0
+_SWITCH_S: Final = 0.0005
+"""How long one of the two threads may keep the interpreter while the other waits for it, a handful of times a beat.
+
+With Python's own 5 ms a beat beside a busy loop takes 20 ms and more, and a claim may have to wait for one.
+"""
 _RETRY_FIRST_S: Final = 0.1
 _RETRY_MAX_S: Final = 2.0
 
@@ -53,6 +59,9 @@ class Pulse:
         self._on_lost = on_lost
         self._stuck_after_s = stuck_after_s
         self._composed: tuple[int, Heartbeat] | None = None
+        self._next_number = 0
+        self._is_stale = False
+        self._claims: list[asyncio.Future[None]] = []
         self._composed_at = time.monotonic()
         self._heart: Heart | None = None
         self._first_epoch = new_epoch()
@@ -80,18 +89,24 @@ class Pulse:
         return self._heart is not None and self._heart.is_fresh
 
     def changed(self) -> int:
-        """Compose a beat and send it soon; returns its number."""
-        number = self.refresh()
+        """Compose a beat and send it soon; returns its number. Changes of one turn of the loop share a beat."""
+        if not self._is_stale:
+            self._is_stale = True
+            asyncio.get_running_loop().call_soon(self._send_changed)
+        return self._next_number
+
+    def _send_changed(self) -> None:
+        if self._is_stale:
+            self.refresh()
         if self._loop is not None and self._heart is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._heart.changed)
-        return number
 
-    def refresh(self) -> int:
-        """Compose the beat to be sent next; returns its number."""
-        number = self._composed[0] + 1 if self._composed is not None else 0
-        self._composed = (number, self._compose())
+    def refresh(self) -> None:
+        """Compose the beat to be sent next."""
+        self._is_stale = False
+        self._composed = (self._next_number, self._compose())
+        self._next_number += 1
         self._composed_at = time.monotonic()
-        return number
 
     async def refresh_for_ever(self) -> None:
         """Keep the figures of the beat current, and show that the loop turns."""
@@ -105,14 +120,30 @@ class Pulse:
         The heart marks a beat as under way before it takes the composed one, and we composed before we look, so one
         of the two sees the other.
         """
-        if self._heart is None or self._loop is None:
+        if self._heart is None or self._main_loop is None:
             raise BrokerUnavailableError("the worker is not registered")
-        if not self._heart.is_settled(number):
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._heart.settled(number), self._loop))
+        if self._is_stale:
+            self.refresh()
+        while not self._heart.is_settled(number):
+            stored: asyncio.Future[None] = self._main_loop.create_future()
+            self._claims.append(stored)
+            await stored
+
+    def _tell_stored(self) -> None:
+        assert self._main_loop is not None
+        if not self._main_loop.is_closed():
+            self._main_loop.call_soon_threadsafe(self._look_again)
+
+    def _look_again(self) -> None:
+        """Claims that wait look whether the beat that was just stored is what they wait for."""
+        claims, self._claims = self._claims, []
+        for stored in claims:
+            _resolve(stored)
 
     async def start(self) -> None:
         """Register and begin to beat. Raises what keeps the worker from registering."""
         self._main_loop = asyncio.get_running_loop()
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
         self.refresh()
         registered: asyncio.Future[None] = self._main_loop.create_future()
         self._thread = threading.Thread(target=self._run, args=(registered,), name="heartbeat", daemon=True)
@@ -163,9 +194,15 @@ class Pulse:
                 compose=lambda: self._beat_of(bus),
                 new_epoch=self._new_epoch,
                 on_lost=self._tell_lost,
+                on_stored=self._tell_stored,
                 is_well=lambda: time.monotonic() - self._composed_at < self._stuck_after_s,
                 epoch=self._first_epoch,
             )
+
+            async def beat_again() -> None:
+                heart.changed()
+
+            bus.on_reconnect.append(beat_again)  # monitors wait for a beat on the new connection, and not for long
             await self._register(heart)
             self._main_loop.call_soon_threadsafe(_resolve, registered)
             try:

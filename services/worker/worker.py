@@ -20,7 +20,7 @@ from headrace.bus.jobqueue import Delivery, JobQueue
 from headrace.bus.provision import ensure_jobs_stream, ensure_provisioned
 from headrace.bus.services import answering
 from headrace.discipline.affinity import RecentPrefixes
-from headrace.discipline.room import fetchable_tokens
+from headrace.discipline.room import UNLIMITED_TOKENS, Room, fetchable_tokens, num_fetchable
 from headrace.errors import BrokerError, BrokerUnavailableError, EngineError
 from headrace.lifecycle import Backoff, unless_stopped, wait_first
 from headrace.schemas.events import Owner
@@ -130,6 +130,7 @@ class Worker:
             worker=options.worker,
             pool=options.pool,
             fetchable_tokens=self._fetchable_tokens,
+            num_fetchable=self._num_fetchable,
             take=self._take,
             ageing_s=self._settings.ageing_s,
             config=lambda: self._view.config,
@@ -246,17 +247,33 @@ class Worker:
         self._room_changed()
 
     def _fetchable_tokens(self) -> int:
-        """KV tokens that a job fetched now may need to start at once; 0: fetch nothing.
-
-        A job that was fetched and whose exact need is not known yet counts with the router's estimate.
-        """
+        """KV tokens that a job fetched now may need to start at once; 0: fetch nothing."""
         if not self._is_up() or not self._heart.is_fresh:
             return 0
+        return fetchable_tokens(
+            self._promised_room(), self._gate.waiters, ageing_s=self._settings.ageing_s, max_waiters=_MAX_WAITERS
+        )
+
+    def _num_fetchable(self, limit: int) -> int:
+        """How many jobs may be fetched at once, were each as large as the largest held; with none held, one."""
+        return num_fetchable(
+            self._promised_room(),
+            self._gate.waiters,
+            need_tokens=max((held.need_tokens for held in self._held), default=UNLIMITED_TOKENS),
+            limit=limit,
+            ageing_s=self._settings.ageing_s,
+            max_waiters=_MAX_WAITERS,
+        )
+
+    def _promised_room(self) -> Room:
+        """The room beside what runs and what was fetched: where its exact need is not known yet, the router's estimate
+        counts.
+        """
         room = self._gate.room
         for held in self._held:
             if not held.is_waiting and not held.is_backing_off and held not in self._gate:
                 room = room.with_one_more(held.need_tokens)
-        return fetchable_tokens(room, self._gate.waiters, ageing_s=self._settings.ageing_s, max_waiters=_MAX_WAITERS)
+        return room
 
     def _take(self, delivery: Delivery) -> None:
         assert self._group is not None

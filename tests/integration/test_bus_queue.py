@@ -326,3 +326,55 @@ async def test_a_fetch_cancelled_at_any_step_loses_nothing(bus: Bus, num_steps: 
         got = got or (late.deliveries.get_nowait() if not late.deliveries.empty() else await queue.fetch(QUEUE))
         assert got is not None
         assert got.num_delivered == 1
+
+
+async def test_many_are_fetched_at_once_but_never_more_than_asked_for(bus: Bus) -> None:
+    async with queue_of(bus) as (queue, late):
+        await publish(queue, *"abcde")
+        first = await queue.fetch_many(QUEUE, 3)
+        assert [delivery.job for delivery in first] == [job(name) for name in "abc"]
+        rest = await queue.fetch_many(QUEUE, 16)
+        assert [delivery.job for delivery in rest] == [job(name) for name in "de"]
+        assert await queue.fetch_many(QUEUE, 16) == []
+        assert late.deliveries.empty()
+
+
+async def test_of_many_what_comes_after_the_fetch_gave_up_goes_to_on_late(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has more than was asked for: what is late is given to whoever asks again whether there is room."""
+    hasty = Bus(bus.nc, msgspec.structs.replace(bus.settings, request_timeout_s=0.2))
+    late = Late()
+    queue = JobQueue(hasty, "m", on_late=late)
+    held = HeldBack(queue, monkeypatch)
+    async with queue:
+        await publish(queue, *"abc")
+        with pytest.raises(BrokerUnavailableError, match="no answer to a fetch"):
+            await queue.fetch_many(QUEUE, 5)
+        held.gate.set()
+        assert [(await late.next()).job for _ in range(3)] == [job(name) for name in "abc"]
+        assert await queue.fetch_many(QUEUE, 5) == []
+        assert late.deliveries.empty()
+
+
+@pytest.mark.parametrize("num_steps", range(8))
+async def test_a_fetch_of_many_cancelled_at_any_step_loses_nothing(bus: Bus, num_steps: int) -> None:
+    late = Late()
+    got: list[Delivery] = []
+    async with JobQueue(bus, "m", on_late=late) as queue:
+        assert await queue.fetch(QUEUE) is None
+        await publish(queue, *"abcd")
+        fetching = asyncio.create_task(queue.fetch_many(QUEUE, 3))
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.0002 * num_steps)
+        fetching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            got = await fetching
+    while not late.deliveries.empty():
+        got.append(late.deliveries.get_nowait())
+    assert len(got) <= 3
+    async with queue_of(bus) as (queue, _):
+        got += await queue.fetch_many(QUEUE, 4)
+    assert sorted(delivery.sequence for delivery in got) == [1, 2, 3, 4]
+    assert {delivery.num_delivered for delivery in got} == {1}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.discipline.room import UNLIMITED_TOKENS, Room, Waiter, fetchable_tokens, startable
+from headrace.discipline.room import UNLIMITED_TOKENS, Room, Waiter, fetchable_tokens, num_fetchable, startable
 
 AGEING_S = 10.0
 MAX_WAITERS = 4
@@ -253,3 +253,20 @@ def test_what_starts_now_is_not_counted_as_held() -> None:
     full = Room(capacity_tokens=1000, reserved_tokens=500, max_concurrency=8, num_running=1)
     assert fetchable_tokens(full, held, ageing_s=AGEING_S, max_waiters=2) == 0
     assert fetchable_tokens(full, held, ageing_s=AGEING_S, max_waiters=3) == 500
+
+
+@given(rooms, waiters_of, st.integers(0, 400), st.integers(1, 16))
+def test_what_is_fetched_together_starts_together(
+    room: Room, waiters: list[Waiter], need_tokens: int, limit: int
+) -> None:
+    """One may be fetched blind; more only where all of them fit beside each other and what starts before them."""
+    number = num_fetchable(
+        room, waiters, need_tokens=need_tokens, limit=limit, ageing_s=AGEING_S, max_waiters=MAX_WAITERS
+    )
+    assert 0 <= number <= limit
+    one = fetchable_tokens(room, waiters, ageing_s=AGEING_S, max_waiters=MAX_WAITERS)
+    assert (number > 0) == (one > 0)
+    left = after(room, waiters, startable(room, waiters, ageing_s=AGEING_S))
+    for _ in range(number if number > 1 else 0):
+        assert left.fits(need_tokens)
+        left = left.with_one_more(need_tokens)

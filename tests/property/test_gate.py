@@ -38,19 +38,22 @@ class GateMachine(RuleBasedStateMachine):
         self.here: list[Request] = []
         self.has_shrunk = False
 
+    def is_in(self, request: Request) -> bool:
+        return request in self.gate  # type: ignore[operator]
+
     @rule(target=requests, lane=st.sampled_from(LANES), need=st.integers(1, 120), interrupted=st.booleans())
     def arrive(self, lane: Lane, need: int, interrupted: bool) -> Request:
         request = Request(lane, need)
         self.here.append(request)
         is_in = self.gate.enter(request, need, is_interrupted=interrupted)  # type: ignore[arg-type]
-        assert is_in == (request in self.gate)  # type: ignore[operator]
+        assert is_in == self.is_in(request)
         return request
 
     @rule(request=requests)
     def ask_again(self, request: Request) -> None:
         if request in self.here:
             is_in = self.gate.enter(request, request.need_tokens, is_interrupted=False)  # type: ignore[arg-type]
-            assert is_in == (request in self.gate)  # type: ignore[operator]
+            assert is_in == self.is_in(request)
 
     @rule(request=requests, times=st.integers(1, 2))
     def leave(self, request: Request, times: int) -> None:
@@ -73,7 +76,7 @@ class GateMachine(RuleBasedStateMachine):
 
     @invariant()
     def needs_never_exceed_the_capacity(self) -> None:
-        reserved = sum(request.need_tokens for request in self.here if request in self.gate)  # type: ignore[operator]
+        reserved = sum(request.need_tokens for request in self.here if self.is_in(request))
         assert self.ledger.reserved_tokens == reserved
         assert self.ledger.num_running <= self.ledger.max_concurrency
         if self.ledger.capacity_tokens is not None and not self.has_shrunk:
@@ -81,10 +84,10 @@ class GateMachine(RuleBasedStateMachine):
 
     @invariant()
     def everybody_is_in_or_waits(self) -> None:
-        num_in = sum(request in self.gate for request in self.here)  # type: ignore[operator]
+        num_in = sum(self.is_in(request) for request in self.here)
         assert len(self.gate.waiters) == len(self.here) - num_in
         for request in self.here:
-            assert request.is_waiting == (request not in self.gate)  # type: ignore[operator]
+            assert request.is_waiting == (not self.is_in(request))
 
     @invariant()
     def nobody_waits_who_could_start_alone(self) -> None:

@@ -22,6 +22,10 @@ class LoopOf:
         """Run it in this thread, soon."""
         self._loop.call_soon(callback, *args, context=self._process.context)
 
+    def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
+        """The same, from within it."""
+        self.call_soon_threadsafe(callback, *args)
+
     def create_future(self) -> asyncio.Future[Any]:
         return self._loop.create_future()
 
