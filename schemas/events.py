@@ -18,6 +18,9 @@ from headrace.schemas.refusals import ErrorBody, Refusal
 EventKind = Literal["accepted", "started", "delta", "requeued", "done", "failed", "cancelled", "expired"]
 EVENT_KINDS: Final[frozenset[str]] = frozenset(get_args(EventKind))
 
+FALLBACK: Final = "fallback"
+"""The reason of a `requeued` that hands a job which never started over to another model."""
+
 _HDR_DEAD: Final = "Headrace-Dead"
 
 
@@ -67,11 +70,16 @@ class StartedBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequeuedBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Body of `requeued`: the attempt that comes next; `lost` names the owner if that was a fault."""
+    """Body of `requeued`: the attempt that comes next; `lost` names the owner if that was a fault.
+
+    With the reason `fallback`, `model` and `sequence` name whose the job is now, and its queue message there.
+    """
 
     attempt: int
     reason: str
     lost: str | None = None
+    model: str = ""
+    sequence: int | None = None
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,6 +222,24 @@ def requeued(job: str, *, attempt: int, offset: int, reason: str, lost: Owner | 
     )
 
 
+def handed_over(
+    job: str, *, attempt: int, model: str, queue_sequence: int, body_hash: str, by: Owner | None = None
+) -> Event:
+    """The job, which never started, is `model`'s from now on, with the queue message that was stored there before."""
+    body = RequeuedBody(attempt=attempt, reason=FALLBACK, model=model, sequence=queue_sequence)
+    return Event(
+        kind="requeued",
+        job=job,
+        attempt=attempt,
+        data=msgspec.json.encode(body),
+        owner=by,
+        reason=FALLBACK,
+        body_hash=body_hash,
+        model=model,
+        queue_sequence=queue_sequence,
+    )
+
+
 def done(job: str, owner: Owner, *, attempt: int, offset: int, data: bytes, body_hash: str) -> Event:
     """The whole answer, as an OpenAI response object; `offset` is the number of tokens sent."""
     return Event(kind="done", job=job, attempt=attempt, offset=offset, data=data, owner=owner, body_hash=body_hash)
@@ -294,5 +320,12 @@ def _with_body(event: Event) -> Event:
         return msgspec.structs.replace(event, owner=owner, queue_sequence=start.sequence, model=start.model)
     if event.kind == "requeued":
         back = msgspec.json.decode(event.data, type=RequeuedBody)
-        return msgspec.structs.replace(event, attempt=back.attempt, lost=back.lost, reason=back.reason)
+        return msgspec.structs.replace(
+            event,
+            attempt=back.attempt,
+            lost=back.lost,
+            reason=back.reason,
+            model=back.model,
+            queue_sequence=back.sequence,
+        )
     return event

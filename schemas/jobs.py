@@ -8,8 +8,8 @@ from typing import Any, Final
 import msgspec
 
 from headrace.schemas.openai import OPERATIONS, Operation
-from headrace.schemas.subjects import HDR_FALLBACK as _HDR_FALLBACK
 from headrace.schemas.subjects import (
+    DEFAULT_POOL,
     HDR_HASH,
     HDR_JOB,
     HDR_PREFERRED,
@@ -20,6 +20,7 @@ from headrace.schemas.subjects import (
     model_to_token,
     token_to_model,
 )
+from headrace.schemas.subjects import HDR_FALLBACK as _HDR_FALLBACK
 
 _HDR_TENANT: Final = "Headrace-Tenant"
 _HDR_OP: Final = "Headrace-Op"
@@ -28,6 +29,8 @@ _HDR_ACCEPTED_AT: Final = "Headrace-Accepted-At"
 _HDR_QUEUE_TIMEOUT: Final = "Headrace-Queue-Timeout"
 _HDR_DEADLINE: Final = "Headrace-Deadline"
 _HDR_NEED: Final = "Headrace-Need"
+_HDR_FALLBACK_POOL: Final = "Headrace-Fallback-Pool"
+_HDR_HANDED_FROM: Final = "Headrace-Handed-From"
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +39,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     Delivery is at least once; the message id `<tenant>.<job>` is its idempotency key. `body` is the client's JSON,
     validated. Times: `accepted_at` is unix seconds UTC by the router's clock, the two limits are seconds from then.
     `need_tokens` is the router's estimate of KV tokens to its last token, `preferred` the worker that has its beginning
-    in its cache: a hint.
+    in its cache: a hint. `fallback` is the model, and `fallback_pool` its pool, that get the job if it does not start
+    in time; `handed_from` is the model it was so taken over from.
     """
 
     tenant: Tenant
@@ -51,6 +55,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     need_tokens: int
     fallback: str | None = None
     preferred: str | None = None
+    fallback_pool: str = DEFAULT_POOL
+    handed_from: str | None = None
 
     @property
     def deadline_at(self) -> float:
@@ -77,9 +83,29 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         }
         if self.fallback is not None:
             headers[_HDR_FALLBACK] = model_to_token(self.fallback)
+            if self.fallback_pool != DEFAULT_POOL:
+                headers[_HDR_FALLBACK_POOL] = self.fallback_pool
         if self.preferred is not None:
             headers[HDR_PREFERRED] = self.preferred
+        if self.handed_from is not None:
+            headers[_HDR_HANDED_FROM] = model_to_token(self.handed_from)
         return headers
+
+    def handed_over(self, now: float) -> "Job":
+        """The job as its fallback gets it at `now`: it may wait there as long as it was to wait at first.
+
+        Its deadline stays, and there is no further fallback.
+        """
+        assert self.fallback is not None
+        return msgspec.structs.replace(
+            self,
+            model=self.fallback,
+            handed_from=self.model,
+            queue_timeout_s=min(now - self.accepted_at + self.queue_timeout_s, self.deadline_s),
+            fallback=None,
+            fallback_pool=DEFAULT_POOL,
+            preferred=None,
+        )
 
 
 def decode_job(headers: Mapping[str, str] | None, body: bytes) -> Job | None:
@@ -100,11 +126,14 @@ def decode_job(headers: Mapping[str, str] | None, body: bytes) -> Job | None:
             need_tokens=int(headers[_HDR_NEED]),
             fallback=token_to_model(headers[_HDR_FALLBACK]) if _HDR_FALLBACK in headers else None,
             preferred=headers.get(HDR_PREFERRED),
+            fallback_pool=headers.get(_HDR_FALLBACK_POOL, DEFAULT_POOL),
+            handed_from=token_to_model(headers[_HDR_HANDED_FROM]) if _HDR_HANDED_FROM in headers else None,
         )
     except (KeyError, ValueError):
         return None
     are_times = all(map(math.isfinite, (job.accepted_at, job.queue_timeout_s, job.deadline_s)))
-    return job if are_times and is_name(job.tenant) and is_job_id(job.job) else None
+    are_names = is_name(job.tenant) and is_name(job.fallback_pool) and is_job_id(job.job)
+    return job if are_times and are_names else None
 
 
 def decode_need(headers: Mapping[str, str]) -> int:

@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from headrace.schemas.events import Event, EventKind, Owner
+from headrace.schemas.events import FALLBACK, Event, EventKind, Owner
 
 State = Literal["queued", "running", "done", "failed", "cancelled", "expired"]
 
@@ -84,17 +84,19 @@ def fold(events: Iterable[Event]) -> JobState:
     """What a log says, from its events in order (a suffix that lacks tokens gives a state with `is_whole` False)."""
     state = JobState()
     for event in events:
-        state = _apply(state, event)
+        state = step(state, event)
     return state
 
 
-def _apply(state: JobState, event: Event) -> JobState:
+def step(state: JobState, event: Event) -> JobState:
+    """The state after a later event; `is_whole` turns False where others lie between."""
     follows = event.last_sequence is None or event.last_sequence == state.sequence
     if event.offset > state.num_tokens or (event.kind == "delta" and event.offset < state.num_tokens):
         follows = False
     attempt, faults, owner, queue_sequence = state.attempt, state.faults, state.owner, state.queue_sequence
     if event.kind == "requeued":
         attempt, owner = event.attempt, None
+        queue_sequence = event.queue_sequence or queue_sequence
         if event.lost is not None:
             faults = faults | {event.lost}
     elif event.kind == "started":
@@ -119,7 +121,8 @@ def _apply(state: JobState, event: Event) -> JobState:
         num_tokens=num_tokens,
         sequence=event.sequence,
         last=event,
-        was_started=state.was_started or event.kind in ("started", "delta", "requeued", "done"),
+        was_started=state.was_started
+        or (event.kind in ("started", "delta", "requeued", "done") and event.reason != FALLBACK),
         body_hash=event.body_hash or state.body_hash,
         model=event.model or state.model,
         ttl_s=event.ttl_s or state.ttl_s,

@@ -68,6 +68,7 @@ HDR_RETRY_AFTER: Final = "Retry-After"
 HDR_MSG_ID: Final = "Nats-Msg-Id"
 HDR_TTL: Final = "Nats-TTL"
 HDR_EXPECTED_LAST_SUBJECT_SEQUENCE: Final = "Nats-Expected-Last-Subject-Sequence"
+HDR_EXPECTED_LAST_SUBJECT_SEQUENCE_SUBJECT: Final = "Nats-Expected-Last-Subject-Sequence-Subject"
 HDR_SEQUENCE: Final = "Nats-Sequence"
 HDR_LAST_SEQUENCE: Final = "Nats-Last-Sequence"
 HDR_SUBJECT: Final = "Nats-Subject"
@@ -224,8 +225,13 @@ class Names(msgspec.Struct, frozen=True):
 
     @property
     def config_bucket(self) -> str:
-        """KV bucket of tenants and models."""
+        """KV bucket of tenants, models and aliases."""
         return f"{self.upper}_config"
+
+    @property
+    def usage_bucket(self) -> str:
+        """KV bucket of what tenants used of their limits."""
+        return f"{self.upper}_usage"
 
     # subjects
     def infer_filter(self) -> str:
@@ -255,6 +261,10 @@ class Names(msgspec.Struct, frozen=True):
     def jobs(self, model: str, queue: QueueName) -> str:
         """Subject of one queue's jobs."""
         return f"{self.prefix}.jobs.{model_to_token(model)}.{queue.pool}.{queue.lane}.{queue.queue}"
+
+    def jobs_of_queue(self, model: str, queue: str) -> str:
+        """Jobs of one queue name, in every pool and lane."""
+        return f"{self.prefix}.jobs.{model_to_token(model)}.*.*.{queue}"
 
     def wake_filter(self, model: str) -> str:
         """All wakes of a model."""
@@ -328,6 +338,9 @@ class Names(msgspec.Struct, frozen=True):
         """Where a job's events appear for clients."""
         return f"{INBOX}.{tenant}.{job}"
 
-    def message_id(self, tenant: str, job: str) -> str:
-        """Dedupe id of a job's queue message."""
-        return f"{tenant}.{job}"
+    def message_id(self, tenant: str, job: str, *, is_handed_over: bool = False) -> str:
+        """Dedupe id of a job's queue message; the one that a hand-over makes has its own.
+
+        A router whose first try was unclear may have left a message there before, which was settled since.
+        """
+        return f"{tenant}.{job}.handed-over" if is_handed_over else f"{tenant}.{job}"

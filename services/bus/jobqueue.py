@@ -14,6 +14,7 @@ from nats.errors import Error as NatsError
 from headrace.bus.clock import parse_time
 from headrace.bus.connection import (
     ERR_CONSUMER_NOT_FOUND,
+    ERR_CONSUMER_NOT_UNIQUE,
     ERR_MESSAGE_NOT_FOUND,
     ERR_SEQUENCE_NOT_FOUND,
     ERR_STREAM_NOT_FOUND,
@@ -21,6 +22,7 @@ from headrace.bus.connection import (
     Bus,
     StoreResult,
 )
+from headrace.bus.consumers import require_own_consumers
 from headrace.bus.joblog import stream_sequence
 from headrace.errors import BrokerUnavailableError, NotProvisionedError
 from headrace.schemas import subjects
@@ -156,10 +158,22 @@ class JobQueue:
         with contextlib.suppress(NatsError):
             await self._subscription.unsubscribe()
 
-    async def publish(self, job: Job, queue: QueueName, headers: Mapping[str, str]) -> StoreResult:
-        """Put a job at the tail of its queue. The same tenant and id within the dedupe window is stored once."""
+    async def publish(
+        self, job: Job, queue: QueueName, headers: Mapping[str, str], *, after: int | None = None
+    ) -> StoreResult:
+        """Put a job at the tail of its queue. The same tenant and id within the dedupe window is stored once.
+
+        With `after` only if that is still the last sequence of the queue's name in every pool and lane (`last_of`).
+        """
         message_headers = {**job.headers(), **headers}
-        message_headers[subjects.HDR_MSG_ID] = self._bus.names.message_id(job.tenant, job.job)
+        message_headers[subjects.HDR_MSG_ID] = self._bus.names.message_id(
+            job.tenant, job.job, is_handed_over=job.handed_from is not None
+        )
+        if after is not None:
+            message_headers[subjects.HDR_EXPECTED_LAST_SUBJECT_SEQUENCE] = str(after)
+            message_headers[subjects.HDR_EXPECTED_LAST_SUBJECT_SEQUENCE_SUBJECT] = self._bus.names.jobs_of_queue(
+                self.model, queue.queue
+            )
         return await self._bus.store(self._bus.names.jobs(self.model, queue), job.body, headers=message_headers)
 
     async def counts(self) -> QueueCounts:
@@ -171,6 +185,17 @@ class JobQueue:
             if queue is not None:
                 counts[queue] = number
         return counts
+
+    async def last_of(self, queue: str) -> int:
+        """Sequence of the last message of a queue name, in every pool and lane; 0 if there is none."""
+        payload = {"last_by_subj": self._bus.names.jobs_of_queue(self.model, queue)}
+        reply = await self._bus.request(f"$JS.API.DIRECT.GET.{self.stream}", msgspec.json.encode(payload))
+        return int((reply.headers or {}).get(subjects.HDR_SEQUENCE, "0"))
+
+    async def count_of(self, queue: str) -> int:
+        """Messages of a queue name, queued and running, in every pool and lane."""
+        info = await self._info({"subjects_filter": self._bus.names.jobs_of_queue(self.model, queue)})
+        return sum((info.state.subjects or {}).values())
 
     async def exists(self) -> bool:
         """Whether the model has a stream."""
@@ -186,9 +211,14 @@ class JobQueue:
 
     async def headers_of(self, sequence: int) -> dict[str, str] | None:
         """Headers of a queued or running message, None if it is gone."""
+        found = await self.message_of(sequence)
+        return found[0] if found is not None else None
+
+    async def message_of(self, sequence: int) -> tuple[dict[str, str], bytes] | None:
+        """Headers and body of a queued or running message, None if it is gone."""
         reply = await self._bus.request(f"$JS.API.DIRECT.GET.{self.stream}", msgspec.json.encode({"seq": sequence}))
         headers = reply.headers or {}
-        return dict(headers) if headers.get(subjects.HDR_SEQUENCE) == str(sequence) else None
+        return (dict(headers), reply.data) if headers.get(subjects.HDR_SEQUENCE) == str(sequence) else None
 
     async def num_ahead(self, queue: QueueName, sequence: int) -> int | None:
         """Jobs of the same queue that wait before a queued message; None if it no longer waits there."""
@@ -260,7 +290,8 @@ class JobQueue:
 
         Nothing is parked: the broker answers at once, and what it hands out is ours to run or to give back. Each
         message is asked for by a request of its own, sent together, so each has exactly one answer and it is known
-        when all have come. Raises BrokerUnavailableError where no answer comes; what did come is returned.
+        when all have come. Raises BrokerUnavailableError where no answer comes (what did come is
+        returned), BrokerUnsuitableError where somebody else's consumer takes the same jobs.
         """
         async with self._fetch_lock:
             if queue not in self._consumers:
@@ -375,6 +406,8 @@ class JobQueue:
         except ApiRefused as refused:
             if refused.err_code == ERR_STREAM_NOT_FOUND:
                 raise NotProvisionedError(f"model {self.model!r} has no stream {self.stream}") from None
+            if refused.err_code in ERR_CONSUMER_NOT_UNIQUE:
+                await require_own_consumers(self._bus, self.model, wanted=queue)
             raise BrokerUnavailableError(f"cannot make consumer {queue.consumer} of {self.stream}: {refused}") from None
         self._consumers.add(queue)
 

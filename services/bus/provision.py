@@ -5,13 +5,21 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from headrace.bus.configuration import read_model
 from headrace.bus.connection import ERR_STREAM_NOT_FOUND, ApiRefused, Bus, require_jetstream
 from headrace.errors import BrokerUnavailableError, BrokerUnsuitableError, NotProvisionedError
 from headrace.lifecycle import Backoff
 from headrace.schemas.subjects import Names
 from headrace.settings import Settings
 
-__all__ = ["MINIMUM_SERVER", "Provisioned", "ensure_jobs_stream", "ensure_provisioned", "provision"]
+__all__ = [
+    "MINIMUM_SERVER",
+    "Provisioned",
+    "apply_queue_limit",
+    "ensure_jobs_stream",
+    "ensure_provisioned",
+    "provision",
+]
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +56,8 @@ async def provision(bus: Bus, *, models: tuple[str, ...] = ()) -> list[Provision
     Raises BrokerUnsuitableError where the server is too old or something cannot be changed in place.
     """
     await require_jetstream(bus, minimum=MINIMUM_SERVER)
-    configs = _deployment_streams(bus.names, bus.settings)
-    configs += [jobs_stream(bus.names, bus.settings, model) for model in models]
-    return [await _ensure(bus, config) for config in configs]
+    made = [await _ensure(bus, config) for config in _deployment_streams(bus.names, bus.settings)]
+    return made + [await _ensure(bus, await _configured_jobs_stream(bus, model)) for model in models]
 
 
 async def ensure_provisioned(bus: Bus) -> None:
@@ -82,12 +89,32 @@ async def _make_missing(bus: Bus) -> None:
 
 async def ensure_jobs_stream(bus: Bus, model: str) -> None:
     """Make a model's job stream if it has none; from then on the model is known."""
-    config = jobs_stream(bus.names, bus.settings, model)
+    config = await _configured_jobs_stream(bus, model)
     if await _current(bus, config) is None:
         await _create(bus, config)
 
 
-def jobs_stream(names: Names, settings: Settings, model: str) -> StreamConfig:
+async def apply_queue_limit(bus: Bus, model: str, queue_limit: int | None) -> bool:
+    """Give a model's job stream its configured limit (None: the setting's); False where it has none or has it already.
+
+    A stream that holds more than a lower limit keeps what it has and refuses until it is below.
+    """
+    wanted = jobs_stream(bus.names, bus.settings, model, queue_limit)
+    current = await _current(bus, wanted)
+    if current is None or current.get("max_msgs") == wanted["max_msgs"]:
+        return False
+    try:
+        await bus.api(f"STREAM.UPDATE.{wanted['name']}", {**current, "max_msgs": wanted["max_msgs"]})
+    except ApiRefused as refused:
+        raise BrokerUnsuitableError(f"the limit of stream {wanted['name']} cannot be changed: {refused}") from None
+    return True
+
+
+async def _configured_jobs_stream(bus: Bus, model: str) -> StreamConfig:
+    return jobs_stream(bus.names, bus.settings, model, (await read_model(bus, model)).queue_limit)
+
+
+def jobs_stream(names: Names, settings: Settings, model: str, queue_limit: int | None = None) -> StreamConfig:
     """The job stream of one model: a bounded work queue that refuses when full and never drops."""
     return {
         "name": names.jobs_stream(model),
@@ -95,7 +122,7 @@ def jobs_stream(names: Names, settings: Settings, model: str) -> StreamConfig:
         "retention": "workqueue",
         "storage": "file",
         "num_replicas": settings.replicas,
-        "max_msgs": settings.queue_limit,
+        "max_msgs": queue_limit if queue_limit is not None else settings.queue_limit,
         "max_age": 0,
         "max_msgs_per_subject": -1,
         "discard": "new",
@@ -120,7 +147,8 @@ def _deployment_streams(names: Names, settings: Settings) -> list[StreamConfig]:
         "allow_msg_ttl": True,
         "subject_delete_marker_ttl": _MARKER_TTL_S * _NANOSECONDS,
     }
-    return [*logs, dead, workers, _bucket(names.config_bucket, settings, history=_CONFIG_HISTORY)]
+    usage = _bucket(names.usage_bucket, settings, history=1) | {"allow_msg_ttl": True}
+    return [*logs, dead, workers, _bucket(names.config_bucket, settings, history=_CONFIG_HISTORY), usage]
 
 
 def _log_stream(names: Names, settings: Settings, shard: int) -> StreamConfig:

@@ -106,8 +106,9 @@ def _queues(now: Overview) -> Table:
             str(each.queued),
             str(each.running),
             duration(each.oldest_age_s),
+            duration(each.eta_s),
         )
         for each in now.queues
     ]
-    columns = ("model", "pool", "lane", "queue", "queued", "running", "oldest waits")
-    return table("Queues", columns, rows, right=("queued", "running", "oldest waits"))
+    columns = ("model", "pool", "lane", "queue", "queued", "running", "oldest waits", "next would wait")
+    return table("Queues", columns, rows, right=("queued", "running", "oldest waits", "next would wait"))

@@ -11,13 +11,18 @@ import msgspec
 
 from headrace.bus.batchget import batch_each
 from headrace.bus.connection import Bus, Message, Stored
+from headrace.bus.handover import publish_to_fallback
 from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import JobQueue
 from headrace.bus.overview import list_models
 from headrace.errors import BrokerError
 from headrace.monitor.judgement import judge_time
-from headrace.schemas import subjects
+from headrace.schemas import events, subjects
+from headrace.schemas.events import Event
+from headrace.schemas.handover import standing
 from headrace.schemas.jobs import Job, decode_job
+from headrace.schemas.states import JobState
+from headrace.schemas.subjects import QueueName
 from headrace.schemas.workers import WorkerNudge
 
 __all__ = ["Deadlines"]
@@ -36,7 +41,7 @@ _MAX_JOBS: Final = 1_000_000
 
 
 class Deadlines:
-    """Ends jobs past their queue timeout or deadline that nobody else has ended.
+    """Ends jobs past their queue timeout or deadline that nobody else has ended, or hands them to their fallback model.
 
     Holds two moments a job, bounded by the queue limits; what a lost wake hides is found by the next rebuild. Any
     number of monitors may do this: the log takes one terminal event.
@@ -119,13 +124,13 @@ class Deadlines:
                 if job is None:
                     continue
                 try:
-                    is_settled = await self._end(job, sequence, now)
+                    is_settled, is_known = await self._end(job, sequence, now), True
                 except BrokerError as error:
                     log.info("job %s is overdue and cannot be looked at now: %s", job.job, error)
-                    is_settled = False
+                    is_settled = is_known = False
                 if is_settled:
                     self._jobs.pop((model, sequence), None)
-                elif at >= job.deadline_at:
+                elif not is_known or at >= job.deadline_at:
                     heapq.heappush(self._due, (now + _AGAIN_S, model, sequence))
 
     async def _end(self, job: Job, sequence: int, now: float) -> bool:
@@ -133,11 +138,14 @@ class Deadlines:
 
         Anybody may publish a wake, so the stored message decides which job it is and when its time is up.
         """
-        headers = await JobQueue(self._bus, job.model).headers_of(sequence)
+        queue = JobQueue(self._bus, job.model)
+        headers = await queue.headers_of(sequence)
         stored = decode_job(headers, b"")
         if headers is None or stored is None:
             return True
-        if headers.get(subjects.HDR_MSG_ID) != self._bus.names.message_id(stored.tenant, stored.job):
+        is_handed_over = stored.handed_from is not None
+        own = self._bus.names.message_id(stored.tenant, stored.job, is_handed_over=is_handed_over)
+        if headers.get(subjects.HDR_MSG_ID) != own:
             return True
         if stored != job:
             self._jobs.pop((job.model, sequence), None)
@@ -147,17 +155,44 @@ class Deadlines:
             state = await self._log.state(job.tenant, job.job)
             if state.is_terminal:
                 return True
+            if standing(state, job) == "void":  # handed over, and nobody has removed it since
+                await queue.delete(sequence)
+                return True
             event = judge_time(state, job, now=now)
             if event is None:
                 return False
+            if event.kind == "expired" and job.fallback is not None:
+                event = await self._to_fallback(job, sequence, state) or event
             ttl_s = state.ttl_s or job.deadline_s + self._bus.settings.log_retention_s
             result = await self._log.append(job.tenant, event, expected=state.sequence, ttl_s=ttl_s)
+            if isinstance(result, Stored) and not event.is_terminal:
+                log.info("job %s: not started in time, it is %s's now", job.job, event.model)
+                await queue.delete(sequence)
+                return True
             if isinstance(result, Stored):
                 self.num_ended += 1
                 log.info("job %s: %s, its time is up", job.job, event.kind)
                 await self._after_end(job, sequence, state.owner.worker if state.owner is not None else None)
                 return True
         return False
+
+    async def _to_fallback(self, job: Job, sequence: int, state: JobState) -> Event | None:
+        """The event that hands the job over, once its fallback has the message; None where it cannot take it."""
+        found = await JobQueue(self._bus, job.model).message_of(sequence)
+        queue = QueueName.from_subject(found[0].get(subjects.HDR_SUBJECT, "")) if found is not None else None
+        whole = decode_job(*found) if found is not None else None
+        if found is None or queue is None or whole is None or whole.fallback is None:
+            return None
+        there = await publish_to_fallback(self._bus, whole, queue, found[0])
+        if there is None:
+            return None
+        return events.handed_over(
+            job.job,
+            attempt=state.attempt + 1,
+            model=whole.fallback,
+            queue_sequence=there,
+            body_hash=job.body_hash,
+        )
 
     async def _after_end(self, job: Job, sequence: int, worker: str | None) -> None:
         await JobQueue(self._bus, job.model).delete(sequence)

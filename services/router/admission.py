@@ -19,7 +19,10 @@ MAX_HEADER_BYTES: Final = 8_192
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
-    """A well-formed request. `job` is None where the client left the id to us."""
+    """A well-formed request. `job` is None where the client left the id to us, `pool` where it names none.
+
+    As read, `model` is the name asked for, and of `queue` only the lane is known; `placement` settles both.
+    """
 
     tenant: Tenant
     op: Operation
@@ -27,6 +30,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     request: InferenceRequest
     queue: QueueName
     job: str | None
+    pool: str | None
     queue_timeout_s: float
     deadline_s: float
     fallback: str | None
@@ -55,7 +59,6 @@ def read_wish(
     *,
     names: subjects.Names,
     settings: Settings,
-    pools: frozenset[str],
     limits: RequestLimits,
 ) -> Wish | Refusal:
     """The request, or the first thing wrong with it."""
@@ -74,8 +77,8 @@ def read_wish(
     lane = next((known for known in LANES if known == headers.get(subjects.HDR_PRIORITY, subjects.DEFAULT_LANE)), None)
     if lane is None:
         return _invalid(subjects.HDR_PRIORITY, f"must be one of {', '.join(LANES)}")
-    pool = headers.get(subjects.HDR_POOL, subjects.DEFAULT_POOL)
-    if not is_name(pool) or pool not in pools:
+    pool = headers.get(subjects.HDR_POOL)
+    if pool is not None and not is_name(pool):
         return _invalid(subjects.HDR_POOL, "names a pool that does not exist")
     queue_timeout_s = _seconds(
         headers, subjects.HDR_QUEUE_TIMEOUT, settings.queue_timeout_s, settings.max_queue_timeout_s
@@ -96,8 +99,9 @@ def read_wish(
         op=op,
         model=ingress.model,
         request=request,
-        queue=QueueName(pool, lane, subjects.DEFAULT_QUEUE),
+        queue=QueueName(lane=lane),
         job=job,
+        pool=pool,
         queue_timeout_s=queue_timeout_s,
         deadline_s=deadline_s,
         fallback=fallback,

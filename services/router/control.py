@@ -17,7 +17,7 @@ from headrace.schemas.endings import deadline_exceeded, end_of
 from headrace.schemas.events import Event
 from headrace.schemas.jobs import CancelRequest, Job, JobStatus, decode_job
 from headrace.schemas.refusals import Refusal
-from headrace.schemas.states import JobState
+from headrace.schemas.states import JobState, step
 from headrace.schemas.subjects import QueueName, is_job_id, is_model_name, is_name
 from headrace.schemas.workers import WorkerNudge
 
@@ -56,7 +56,11 @@ class Control:
         await reply_with(self._bus, incoming, await self._describe(tenant, job, state))
 
     async def cancel(self, incoming: IncomingRequest) -> None:
-        """Append `cancelled` unless the job ended already; answer with what it is now."""
+        """Append `cancelled` unless the job ended already; answer with what it is now.
+
+        A worker may append many times a second, each of which wins over an append that was prepared before. So only
+        the first look is at the whole log; after a lost race nothing but the last event is read before the next try.
+        """
         found = _job_of(incoming.subject)
         wish = _cancel_request(incoming.data)
         if found is None or wish is None:
@@ -64,17 +68,13 @@ class Control:
             await refuse(self._bus, incoming, refusal)
             return
         tenant, job = found
+        state = _with_wish(await self._log.state(tenant, job), wish)
+        queued = None if state.is_terminal else await self._message(tenant, job, state)
+        if state.last is None and queued is None:
+            await refuse(self._bus, incoming, _not_found())
+            return
         retries = Backoff(first_s=_RETRY_FIRST_S, max_s=_RETRY_MAX_S, for_s=self._bus.settings.retry_for_s)
-        while not retries.is_over:
-            state = await self._log.state(tenant, job)
-            if state.is_terminal:
-                await reply_with(self._bus, incoming, await self._describe(tenant, job, state))
-                return
-            state = _with_wish(state, wish)
-            queued = await self._message(tenant, job, state)
-            if state.last is None and queued is None:
-                await refuse(self._bus, incoming, _not_found())
-                return
+        while not state.is_terminal and not retries.is_over:
             event = events.ended(
                 "cancelled",
                 job,
@@ -85,10 +85,17 @@ class Control:
             )
             if await self._append(tenant, state, event, queued):
                 await self._after_end(tenant, job, state, queued)
-                after = await self._log.state(tenant, job)
-                await reply_with(self._bus, incoming, await self._describe(tenant, job, after))
-                return
-            await retries.pause()
+                state = step(state, event)
+                break
+            last = await self._log.last_from_leader(tenant, job)
+            if last is not None and last.sequence > state.sequence:
+                state = step(state, last)
+                queued = queued or await self._message(tenant, job, state)
+            else:
+                await retries.pause()
+        if state.is_terminal:
+            await reply_with(self._bus, incoming, await self._describe(tenant, job, state))
+            return
         await refuse(self._bus, incoming, Refusal(code="internal", message="the broker gave no clear answer in time"))
 
     async def _append(self, tenant: str, state: JobState, event: Event, queued: Job | None) -> bool:
@@ -109,9 +116,12 @@ class Control:
         if not state.model or state.queue_sequence is None:
             return None
         headers = await self._message_headers(state.model, state.queue_sequence)
-        if headers is None or headers.get(subjects.HDR_MSG_ID) != self._bus.names.message_id(tenant, job):
+        queued = decode_job(headers, b"")
+        if headers is None or queued is None:
             return None
-        return decode_job(headers, b"")
+        is_handed_over = queued.handed_from is not None
+        own = self._bus.names.message_id(tenant, job, is_handed_over=is_handed_over)
+        return queued if headers.get(subjects.HDR_MSG_ID) == own else None
 
     async def _message_headers(self, model: str, sequence: int) -> dict[str, str] | None:
         if not await self._models.is_known(model):

@@ -2,21 +2,23 @@
 
 import logging
 import uuid
-from collections.abc import Callable
 from typing import Final
 
 from headrace import telemetry
-from headrace.bus.connection import Bus, Refused, Stored, Unknown
+from headrace.bus.configuration import ConfigView
+from headrace.bus.connection import Bus, Refused, Stored, StoreResult, Unknown
 from headrace.bus.joblog import JobLog
 from headrace.bus.services import IncomingRequest, refuse, reply_with
 from headrace.discipline.affinity import prefix_hashes
 from headrace.discipline.position import eta_s, position, retry_after_s, waiting_of
-from headrace.errors import BrokerError
+from headrace.errors import BrokerError, NotProvisionedError
 from headrace.lifecycle import Backoff
 from headrace.router.admission import Wish, check_reply, read_wish
 from headrace.router.deliveries import Deliveries
+from headrace.router.inflight import InFlight
+from headrace.router.limits import Permit, TenantLimits
 from headrace.router.models import Models
-from headrace.router.sizing import Sizing
+from headrace.router.placement import Placed, Placement
 from headrace.schemas import events, subjects
 from headrace.schemas.conversation import conversation_texts
 from headrace.schemas.events import AcceptedBody
@@ -24,7 +26,7 @@ from headrace.schemas.jobs import Job, body_hash
 from headrace.schemas.openai import RequestLimits
 from headrace.schemas.refusals import Refusal
 from headrace.schemas.states import JobState
-from headrace.schemas.subjects import JobId
+from headrace.schemas.subjects import DEFAULT_POOL, JobId
 from headrace.telemetry import Span, Step, job_attributes, step_span
 
 __all__ = ["Ingress"]
@@ -44,17 +46,19 @@ class Ingress:
         bus: Bus,
         models: Models,
         deliveries: Deliveries,
-        *,
-        tenants: Callable[[], frozenset[str]],
+        limits: TenantLimits,
+        view: ConfigView,
     ) -> None:
         self._bus = bus
         self._settings = bus.settings
         self._names = bus.names
         self._log = JobLog(bus)
         self._models = models
-        self._sizing = Sizing(bus, models)
+        self._placement = Placement(bus, models, view)
+        self._limits = limits
+        self._in_flight = InFlight()
         self._deliveries = deliveries
-        self._tenants = tenants
+        self._view = view
 
     async def handle(self, incoming: IncomingRequest) -> None:
         """Take one request in, or refuse it; answers exactly once on the request's own inbox."""
@@ -85,7 +89,7 @@ class Ingress:
         ingress = self._names.parse_infer(incoming.subject)
         if incoming.reply:
             tenant = ingress.tenant if ingress is not None else subjects.DEFAULT_TENANT
-            if refusal := check_reply(incoming.reply, tenant, self._tenants()):
+            if refusal := check_reply(incoming.reply, tenant, self._view.tenants):
                 log.info("a request of tenant %s was refused: %s", tenant, refusal.message)
                 span.fail(refusal.code)
                 if not incoming.reply.startswith(f"{subjects.INBOX}."):  # else it is somebody's, and not told
@@ -97,24 +101,42 @@ class Ingress:
             incoming.data,
             names=self._names,
             settings=self._settings,
-            pools=self._models.pools(ingress.model) if ingress is not None else frozenset(),
             limits=RequestLimits(max_body_bytes=min(_MAX_BODY_BYTES, self._bus.max_data_bytes)),
         )
         if isinstance(wish, Refusal):
             return wish
-        if not await self._models.is_known(wish.model):
-            return Refusal(code="model_not_found", message="the model is not known here", param="model")
+        named, job = wish.model, JobId(wish.job) if wish.job is not None else made_up
+        wish = await self._placement.route(wish, named, job)
+        if isinstance(wish, Refusal):
+            return wish
         span.set({"gen_ai.request.model": wish.model})
-        digest = body_hash(wish.op, wish.model, incoming.data)
+        digest = body_hash(wish.op, named, incoming.data)
         may_be_known = wish.job is not None and subjects.HDR_NEW_ID not in incoming.headers
-        if wish.job is not None and may_be_known and await self._log.last_from_leader(wish.tenant, wish.job):
-            return await self._attach(incoming, wish, wish.job, digest, span)
-        need = await self._sizing.need_tokens(wish, incoming.data)
-        if isinstance(need, Refusal):
-            return need
-        job = Job(
+        if may_be_known and await self._log.last_from_leader(wish.tenant, job) is not None:
+            return await self._attach(incoming, wish, job, digest, span)
+        placed = await self._placement.place(wish, job, incoming.data)
+        if isinstance(placed, Refusal):
+            return placed
+        permit = await self._limits.admit(wish.tenant, placed.need_tokens)
+        if isinstance(permit, Refusal):
+            return permit
+        refusal = await self._enqueue(incoming, placed, self._job(placed, job, digest, incoming), permit, span)
+        if refusal is not None and refusal.code == "queue_full" and wish.fallback is not None:
+            other = await self._other(placed, wish, job, incoming.data)
+            if isinstance(other, Placed):
+                again = self._job(other, job, digest, incoming)
+                if await self._enqueue(incoming, other, again, permit, span) is None:
+                    return None
+        if refusal is not None and refusal.code != "internal":
+            self._limits.give_back(permit)
+        return refusal
+
+    def _job(self, placed: Placed, job: JobId, digest: str, incoming: IncomingRequest) -> Job:
+        wish = placed.wish
+        hashes = prefix_hashes(conversation_texts(wish.request))
+        return Job(
             tenant=wish.tenant,
-            job=JobId(wish.job) if wish.job is not None else made_up,
+            job=job,
             op=wish.op,
             model=wish.model,
             body=incoming.data,
@@ -122,34 +144,45 @@ class Ingress:
             accepted_at=self._bus.clock.now(),
             queue_timeout_s=wish.queue_timeout_s,
             deadline_s=wish.deadline_s,
-            need_tokens=need,
-            fallback=wish.fallback,
-            preferred=self._models.preferred(
-                wish.model, wish.queue.pool, prefix_hashes(conversation_texts(wish.request)), need
-            ),
+            need_tokens=placed.need_tokens,
+            fallback=placed.fallback.model if placed.fallback is not None else None,
+            fallback_pool=placed.fallback.queue.pool if placed.fallback is not None else DEFAULT_POOL,
+            preferred=self._models.preferred(wish.model, wish.queue.pool, hashes, placed.need_tokens),
         )
-        span.set(
-            job_attributes(
-                job=job.job, tenant=job.tenant, pool=wish.queue.pool, lane=wish.queue.lane, queue=wish.queue.queue
-            )
-        )
-        return await self._enqueue(incoming, wish, job, span)
 
-    async def _enqueue(self, incoming: IncomingRequest, wish: Wish, job: Job, span: Span) -> Refusal | None:
-        queue = self._models.queue(job.model)
+    async def _other(self, full: Placed, wish: Wish, job: JobId, data: bytes) -> Placed | Refusal | None:
+        """Where a request with a fallback goes when the queue it was placed in is full."""
+        if full.is_fallback:
+            return await self._placement.own(wish, job, data)
+        return await self._placement.fallback(full, data)
+
+    async def _enqueue(
+        self, incoming: IncomingRequest, placed: Placed, job: Job, permit: Permit | None, span: Span
+    ) -> Refusal | None:
+        wish, queue = placed.wish, self._models.queue(job.model)
+        span.set(
+            {
+                "gen_ai.request.model": job.model,
+                **job_attributes(
+                    job=job.job, tenant=job.tenant, pool=wish.queue.pool, lane=wish.queue.lane, queue=wish.queue.queue
+                ),
+            }
+        )
         trace_headers: dict[str, str] = {}
         telemetry.inject(trace_headers, span.context)
         retries = Backoff(first_s=_RETRY_FIRST_S, max_s=_RETRY_MAX_S, for_s=self._settings.retry_for_s)
         is_unclear = False
         while True:
-            result = await queue.publish(job, wish.queue, trace_headers)
+            result = await self._publish(wish, job, trace_headers, is_unclear=is_unclear)
+            if result is None:
+                return await self._at_limit(incoming, wish, job, permit, span)
             if isinstance(result, Stored):
                 break
             if isinstance(result, Refused):
                 if not result.is_full:
                     log.error("the job queue of %s refuses messages: %s", job.model, result.description)
                     return Refusal(code="internal", message="the job queue refused the request")
-                return await self._full(incoming, wish, job, is_unclear=is_unclear, span=span)
+                return await self._full(incoming, wish, job, permit, is_unclear=is_unclear, span=span)
             if result.is_unserved and not await queue.exists():
                 self._models.forget(job.model)
                 return Refusal(code="model_not_found", message="the model is not known here", param="model")
@@ -165,7 +198,7 @@ class Ingress:
             if job.preferred is not None:
                 await queue.wake_worker(job.preferred, wish.queue)
         else:
-            return await self._duplicate(incoming, wish, job, result, span)
+            return await self._duplicate(incoming, wish, job, result, permit, span)
         if self._models.is_room_left(job.model, wish.queue.pool, job.need_tokens):
             body = AcceptedBody(job=job.job, sequence=result.sequence, position=0, eta_s=0.0, model=job.model)
         else:
@@ -176,8 +209,22 @@ class Ingress:
         await self._deliver(incoming, job.tenant, job.job, secured)
         return None
 
+    async def _publish(self, wish: Wish, job: Job, headers: dict[str, str], *, is_unclear: bool) -> StoreResult | None:
+        """None where the tenant has as many requests in flight as it may have.
+
+        A try whose outcome was unclear may itself be what is counted, so the next one does not count.
+        """
+        queue = self._models.queue(job.model)
+        limit = self._view.config.tenant(job.tenant).max_in_flight
+        if limit is None or is_unclear:
+            return await queue.publish(job, wish.queue, headers)
+        try:
+            return await self._in_flight.publish(queue, job, wish.queue, headers, limit=limit)
+        except NotProvisionedError as error:
+            return Unknown(str(error), is_unserved=True)
+
     async def _duplicate(
-        self, incoming: IncomingRequest, wish: Wish, job: Job, result: Stored, span: Span
+        self, incoming: IncomingRequest, wish: Wish, job: Job, result: Stored, permit: Permit | None, span: Span
     ) -> Refusal | None:
         headers = await self._models.queue(job.model).headers_of(result.sequence)
         if headers is not None:
@@ -185,29 +232,51 @@ class Ingress:
                 return _other_body()
             body = await self._accepted_body(wish, job.job, result.sequence)
             await self._append_accepted(job, body)  # repairs a router that died between publishing and this
-        return await self._attach(incoming, wish, job.job, job.body_hash, span)
+        return await self._attach(incoming, wish, job.job, job.body_hash, span, permit)
+
+    async def _at_limit(
+        self, incoming: IncomingRequest, wish: Wish, job: Job, permit: Permit | None, span: Span
+    ) -> Refusal | None:
+        if wish.job is not None and await self._log.last_from_leader(job.tenant, job.job) is not None:
+            return await self._attach(incoming, wish, job.job, job.body_hash, span, permit)
+        limit = self._view.config.tenant(job.tenant).max_in_flight
+        return Refusal(
+            code="rate_limited",
+            message=f"tenant {job.tenant} has its limit of {limit} requests of the model in flight; try again later",
+            retry_after_s=retry_after_s(eta_s(0, self._models.workers_of(job.model, wish.queue.pool))),
+        )
 
     async def _full(
-        self, incoming: IncomingRequest, wish: Wish, job: Job, *, is_unclear: bool, span: Span
+        self, incoming: IncomingRequest, wish: Wish, job: Job, permit: Permit | None, *, is_unclear: bool, span: Span
     ) -> Refusal | None:
         if await self._log.last_from_leader(job.tenant, job.job) is not None:
-            return await self._attach(incoming, wish, job.job, job.body_hash, span)
+            return await self._attach(incoming, wish, job.job, job.body_hash, span, permit)
         if is_unclear:
             return Refusal(
                 code="internal",
                 message=f"the broker gave no clear answer; job {job.job} may run: send it again under the same id",
             )
-        wait = eta_s(self._settings.queue_limit, self._models.workers_of(job.model, wish.queue.pool))
+        limit = self._models.queue_limit(job.model)
+        wait = eta_s(limit, self._models.workers_of(job.model, wish.queue.pool))
         return Refusal(
             code="queue_full",
-            message=f"the queue of the model holds its limit of {self._settings.queue_limit} requests; try again later",
+            message=f"the queue of the model holds its limit of {limit} requests; try again later",
             retry_after_s=retry_after_s(wait),
         )
 
-    async def _attach(self, incoming: IncomingRequest, wish: Wish, job: str, digest: str, span: Span) -> Refusal | None:
+    async def _attach(
+        self,
+        incoming: IncomingRequest,
+        wish: Wish,
+        job: str,
+        digest: str,
+        span: Span,
+        permit: Permit | None = None,
+    ) -> Refusal | None:
         state = await self._log.state(wish.tenant, job)
         if state.body_hash and state.body_hash != digest:
             return _other_body()
+        self._limits.give_back(permit)
         span.set({**job_attributes(job=job, tenant=wish.tenant), "headrace.attached": True})
         body = await self._accepted_body(wish, job, state.queue_sequence, state)
         secured = await self._secure(incoming, wish.tenant, job)
@@ -219,10 +288,11 @@ class Ingress:
         self, wish: Wish, job: str, sequence: int | None, state: JobState | None = None
     ) -> AcceptedBody:
         if state is not None and state.state != "queued":
-            return AcceptedBody(job=job, sequence=sequence, position=0, eta_s=0.0, model=wish.model)
+            return AcceptedBody(job=job, sequence=sequence, position=0, eta_s=0.0, model=state.model or wish.model)
         workers = self._models.workers_of(wish.model, wish.queue.pool)
         waiting = waiting_of(await self._models.counts(wish.model), workers)
-        before = position(waiting, wish.queue, num_ahead=max(0, waiting.get(wish.queue, 0) - 1))  # itself is there too
+        num_ahead = max(0, waiting.get(wish.queue, 0) - 1)  # itself is there too
+        before = position(waiting, wish.queue, num_ahead=num_ahead, weights=self._models.weights(waiting))
         return AcceptedBody(job=job, sequence=sequence, position=before, eta_s=eta_s(before, workers), model=wish.model)
 
     async def _append_accepted(self, job: Job, body: AcceptedBody) -> None:

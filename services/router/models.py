@@ -2,12 +2,14 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
+from headrace.bus.configuration import ConfigView
 from headrace.bus.connection import Bus
 from headrace.bus.heartbeats import WorkersView
 from headrace.bus.jobqueue import JobQueue, QueueCounts
+from headrace.bus.provision import ensure_jobs_stream
 from headrace.discipline.affinity import preferred
 from headrace.discipline.placement import view_of
 from headrace.discipline.position import num_startable
@@ -26,23 +28,31 @@ _MAX_UNSEEN: Final = 1_024
 
 
 class Models:
-    """Known models by their streams, remembered briefly; an unknown one is asked for again after a second."""
+    """Known models by their streams, remembered briefly; an unknown one is asked for again after a second.
 
-    def __init__(self, bus: Bus, workers: WorkersView) -> None:
+    A configured model is known, and gets its stream with its first request if no worker has made it.
+    """
+
+    def __init__(self, bus: Bus, workers: WorkersView, view: ConfigView) -> None:
         self._bus = bus
         self._workers = workers
+        self._view = view
         self._queues: dict[str, JobQueue] = {}
         self._answers: dict[str, tuple[float, bool]] = {}
         self._counts: dict[str, tuple[float, QueueCounts]] = {}
         self._unseen: dict[tuple[str, str], deque[float]] = {}
 
     async def is_known(self, model: str) -> bool:
-        """Whether the model has a job stream."""
+        """Whether the model has a job stream, or is configured."""
         now = time.monotonic()
         known = self._answers.get(model)
-        if known is not None and now < known[0]:
+        is_configured = model in self._view.config.models
+        if known is not None and now < known[0] and (known[1] or not is_configured):
             return known[1]
         exists = await self.queue(model).exists()
+        if not exists and is_configured:
+            await ensure_jobs_stream(self._bus, model)
+            exists = True
         if len(self._answers) >= _MAX_REMEMBERED:  # clients choose the names, so the memory of them is bounded
             self._answers.clear()
         self._answers[model] = (now + (_KNOWN_FOR_S if exists else _UNKNOWN_FOR_S), exists)
@@ -92,11 +102,12 @@ class Models:
         return num_startable(self.workers_of(model, pool), need_tokens) >= num_unseen
 
     def workers_of(self, model: str, pool: str = DEFAULT_POOL) -> list[Heartbeat]:
-        """Live workers of a model's pool that are not leaving."""
+        """Live workers, not leaving, that may run a request of a pool: its own, and those of pools that lend to it."""
+        pools = self._view.config.model(model).servers_of(pool)
         return [
             beat
             for beat in self._workers.beats.values()
-            if beat.model == model and beat.pool == pool and beat.state in ("Ready", "Busy")
+            if beat.model == model and beat.pool in pools and beat.state in ("Ready", "Busy")
         ]
 
     def preferred(self, model: str, pool: str, hashes: Sequence[str], need_tokens: int) -> str | None:
@@ -107,6 +118,13 @@ class Models:
         return preferred(hashes, views, need_tokens)
 
     def pools(self, model: str) -> frozenset[str]:
-        """Pools that exist: the default one and those some worker serves."""
-        served = {beat.pool for beat in self._workers.beats.values() if beat.model == model}
-        return frozenset({DEFAULT_POOL, *served})
+        """Pools that some worker serves; those that are configured exist too."""
+        return frozenset(beat.pool for beat in self._workers.beats.values() if beat.model == model)
+
+    def weights(self, queues: Iterable[QueueName]) -> dict[QueueName, float]:
+        """Each queue's share of its lane."""
+        return {queue: self._view.config.weight_of(queue.queue) for queue in queues}
+
+    def queue_limit(self, model: str) -> int:
+        """Requests that the model's stream holds at most."""
+        return self._view.config.model(model).queue_limit or self._bus.settings.queue_limit

@@ -3,18 +3,21 @@
 import asyncio
 import logging
 
+from headrace.bus.configuration import ConfigView
 from headrace.bus.connection import Bus, keep_clock
 from headrace.bus.heartbeats import WorkersView
 from headrace.bus.joblog import JobLog
 from headrace.bus.provision import ensure_provisioned
 from headrace.bus.services import Endpoint, answering
 from headrace.errors import BrokerUnavailableError
-from headrace.lifecycle import wait_first
+from headrace.lifecycle import unless_stopped, wait_first
 from headrace.router.control import Control
 from headrace.router.deliveries import Deliveries
 from headrace.router.ingress import Ingress
+from headrace.router.limits import TenantLimits
 from headrace.router.models import Models
-from headrace.schemas.subjects import DEFAULT_TENANT, ROUTER_GROUP
+from headrace.router.queue_limits import keep_queue_limits
+from headrace.schemas.subjects import ROUTER_GROUP
 
 __all__ = ["run_router"]
 
@@ -23,16 +26,21 @@ log = logging.getLogger(__name__)
 
 async def run_router(bus: Bus, *, stop: asyncio.Event) -> None:
     """Route until `stop`; requests under way are finished first. Raises BrokerError if the broker is gone for good."""
-    await ensure_provisioned(bus)
+    if not await unless_stopped(ensure_provisioned(bus), stop):
+        return
     workers = WorkersView(bus)
-    async with workers.running(), asyncio.TaskGroup() as group:
-        models = Models(bus, workers)
+    view = ConfigView(bus)
+    async with workers.running(), view.running(), asyncio.TaskGroup() as group:
+        models = Models(bus, workers, view)
+        limits = TenantLimits(bus, view)
         deliveries = Deliveries(bus, JobLog(bus))
         background = [
             group.create_task(deliveries.run(), name="deliveries"),
             group.create_task(keep_clock(bus), name="clock"),
+            group.create_task(limits.run(), name="unspent permits"),
+            group.create_task(keep_queue_limits(bus, view), name="queue limits"),
         ]
-        ingress = Ingress(bus, models, deliveries, tenants=lambda: frozenset({DEFAULT_TENANT}))
+        ingress = Ingress(bus, models, deliveries, limits, view)
         control = Control(bus, models)
         names = bus.names
         endpoints = [

@@ -5,6 +5,7 @@ import enum
 import msgspec
 
 from headrace.schemas.events import Owner
+from headrace.schemas.handover import Standing
 from headrace.schemas.states import JobState
 from headrace.schemas.workers import SeenBeat, has_died, is_owner_alive
 
@@ -18,6 +19,12 @@ class Action(enum.Enum):
     """The job ended: settle the message (after the dead letter, if the end was one)."""
     FAIL_DEADLINE = "fail_deadline"
     """Append `failed(deadline_exceeded)`, then settle."""
+    LEAVE = "leave"
+    """The job runs from another message, of another model: settle this one, it is no longer the job's."""
+    TAKE_OVER = "take_over"
+    """The job's first model did not start it in time: append `requeued(fallback)` for this message, then look again."""
+    FALL_BACK = "fall_back"
+    """Hand over to the fallback: store its message, append `requeued(fallback)`, then look again."""
     EXPIRE_QUEUED = "expire_queued"
     """Append `expired(queue_timeout)`, then settle."""
     RUN = "run"
@@ -61,6 +68,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     fits: bool
     is_running_here: bool = False
     is_another_body: bool = False
+    standing: Standing = "own"
+    has_fallback: bool = False
     owner_seen: SeenBeat | None = None
 
 
@@ -70,12 +79,16 @@ def decide(s: Situation) -> Decision:
         return Decision(Action.ACK)
     if s.is_another_body:
         return Decision(Action.DROP)  # another request under a used id; it is settled when the job has ended
+    if s.standing == "void":
+        return Decision(Action.LEAVE)
     if s.state.last is None and s.now > s.deadline_at + s.log_retention_s:
         return Decision(Action.ACK)  # its log has expired: a stale message must never run a finished job again
     if s.now > s.deadline_at:
         return Decision(Action.FAIL_DEADLINE)
     if not s.state.was_started and s.now > s.queue_until:
-        return Decision(Action.EXPIRE_QUEUED)
+        return Decision(Action.FALL_BACK if s.has_fallback else Action.EXPIRE_QUEUED)
+    if s.standing == "pending":
+        return Decision(Action.TAKE_OVER)
     if s.state.owner is not None:
         return _owned(s, s.state.owner)
     if len(s.state.faults) >= s.max_faults:

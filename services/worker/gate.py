@@ -63,6 +63,8 @@ class Gate:
 
     def enter(self, held: Held, need_tokens: int, *, is_interrupted: bool) -> bool:
         """Ask to start; whether it was let in at once. `is_interrupted`: it was running before."""
+        if held in self:  # let in since it last asked
+            return True
         if held not in self._waiting:
             self._num_entered += 1
             self._waiting[held] = _Waiting(held, need_tokens, is_interrupted=is_interrupted, number=self._num_entered)

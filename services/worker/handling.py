@@ -11,6 +11,7 @@ import msgspec
 
 from headrace import telemetry
 from headrace.bus.connection import Bus
+from headrace.bus.handover import publish_to_fallback
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import Delivery, JobQueue
@@ -21,6 +22,7 @@ from headrace.schemas import events
 from headrace.schemas.conversation import conversation_texts
 from headrace.schemas.endings import deadline_exceeded, faults_exhausted, queue_timeout
 from headrace.schemas.events import Event, Owner
+from headrace.schemas.handover import standing
 from headrace.schemas.jobs import Job
 from headrace.schemas.refusals import Refusal
 from headrace.schemas.states import JobState, fold
@@ -49,6 +51,7 @@ _LOOK_AROUND_S: Final = 0.15
 """How often one that does not fit here looks for a worker where it would start."""
 _LOOK_AROUNDS: Final = 6
 """Looks around after which its log is read again: it may have been cancelled, or its time be up."""
+_LENT_RETRY_S: Final = 2.0
 _HOLE_READS: Final = 10
 _HOLE_PAUSE_S: Final = 0.2
 _FIRST_RETRY_S: Final = 0.5
@@ -79,6 +82,7 @@ class Handler:
         bus: Bus,
         *,
         queue: JobQueue,
+        pool: str,
         engine: Engine,
         gate: Gate,
         neighbours: Neighbours,
@@ -95,6 +99,7 @@ class Handler:
         self._log = JobLog(bus)
         self._bucket = WorkersBucket(bus)
         self._queue = queue
+        self._pool = pool
         self._engine = engine
         self._gate = gate
         self._neighbours = neighbours
@@ -214,6 +219,19 @@ class Handler:
             case Action.REQUEUE:
                 await self._requeue(held, job, state, decision.lost, span)
                 return False
+            case Action.LEAVE:
+                await self._queue.ack(held.delivery)
+                return True
+            case Action.TAKE_OVER:
+                await self._hand_over(held, job, state, job.model, held.delivery.sequence, span)
+                return False
+            case Action.FALL_BACK:
+                delivery = held.delivery
+                there = await publish_to_fallback(self._bus, job, delivery.queue, delivery.headers)
+                if there is None or job.fallback is None:
+                    return await end(held, job, state, queue_timeout(job), span)
+                await self._hand_over(held, job, state, job.fallback, there, span)
+                return False
             case Action.FAIL_DEADLINE:
                 return await end(held, job, state, deadline_exceeded(job), span)
             case Action.EXPIRE_QUEUED:
@@ -230,6 +248,20 @@ class Handler:
             offset=state.num_tokens,
             reason="owner_lost" if lost is not None else "lease_lost",
             lost=lost,
+            by=self._identity(held.delivery.sequence),
+        )
+        await self._settler.writer(job, state).append(event)
+        span.add_event(EVENT_REQUEUED, {HEADRACE_REASON: event.reason})
+
+    async def _hand_over(
+        self, held: Held, job: Job, state: JobState, model: str, queue_sequence: int, span: Span
+    ) -> None:
+        event = events.handed_over(
+            job.job,
+            attempt=state.attempt + 1,
+            model=model,
+            queue_sequence=queue_sequence,
+            body_hash=job.body_hash,
             by=self._identity(held.delivery.sequence),
         )
         await self._settler.writer(job, state).append(event)
@@ -252,6 +284,8 @@ class Handler:
                 fits=True,
                 is_running_here=any(_has(entry, state) for entry in others),
                 is_another_body=bool(state.body_hash) and state.body_hash != job.body_hash,
+                standing=standing(state, job),
+                has_fallback=job.fallback is not None,
                 owner_seen=owner_seen,
             )
         )
@@ -284,6 +318,10 @@ class Handler:
                     num_delivered=held.delivery.num_delivered,
                     held_s=time.monotonic() - held.since,
                 )
+                if where is Placement.NEVER and not self._is_own(held):  # its own pool's workers may come yet
+                    self._passed_on(held.delivery.queue, job.need_tokens)
+                    await self._hand_back(held, job, _LENT_RETRY_S)
+                    return _Entry.GONE
                 if where is Placement.NEVER:
                     is_ended = await self._settler.end(held, job, state, self._too_large(plan), span)
                     return _Entry.GONE if is_ended else _Entry.AGAIN
@@ -293,6 +331,9 @@ class Handler:
                     return _Entry.GONE
             is_in = await self._gate.let_in(held, timeout_s=_LOOK_AROUND_S)
         return _Entry.IN if is_in else _Entry.AGAIN
+
+    def _is_own(self, held: Held) -> bool:
+        return held.delivery.queue.pool == self._pool
 
     def _too_large(self, plan: Plan) -> Refusal:
         return Refusal(

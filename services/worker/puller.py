@@ -12,7 +12,8 @@ from headrace.bus.jobqueue import Delivery, JobQueue
 from headrace.discipline import choice
 from headrace.discipline.choice import QueueView
 from headrace.discipline.shares import Shares
-from headrace.errors import BrokerError
+from headrace.errors import BrokerError, BrokerUnsuitableError
+from headrace.schemas.config import Config
 from headrace.schemas.jobs import decode_need
 from headrace.schemas.subjects import HDR_PASSED, HDR_PREFERRED, LANES, WORKER_GROUP, QueueName
 
@@ -42,7 +43,8 @@ class Puller:
 
     A worker with room is a member of its pool's wake group, so that a new job wakes one worker that can run it; a
     full one leaves the group. What is known to wait is a hint: a fetch that finds nothing clears it. Which queue is
-    next is the discipline's choice, over what this worker has served.
+    next is the discipline's choice, over what this worker has served. Pools that its own lends to are looked at now
+    and then, and only while its own has nothing: their own workers, which are woken, come first.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Puller:
         num_fetchable: Callable[[int], int],
         take: Callable[[Delivery], None],
         ageing_s: float,
+        config: Callable[[], Config] = Config,
     ) -> None:
         self._bus = bus
         self._queue = queue
@@ -65,7 +68,8 @@ class Puller:
         self._num_fetchable = num_fetchable
         self._take = take
         self._ageing_s = ageing_s
-        self._shares = Shares()
+        self._config = config
+        self._shares: dict[str, Shares] = {}
         self._waiting: dict[QueueName, int] = {}
         self._woken: dict[QueueName, int] = {}
         self._heads: dict[QueueName, tuple[float, float | None]] = {}
@@ -85,19 +89,18 @@ class Puller:
 
     async def wake(self, queue: QueueName) -> None:
         """Somebody has a job for us in that queue; where there is no room after all, another worker is woken."""
-        if queue.pool != self._pool:
-            return
-        if self._has_room():
+        if self._has_room() and queue.pool == self._pool:
             self._note(queue)
         else:
             await self._queue.wake(queue, {HDR_PASSED: "1"})
 
     def refund(self, queue: QueueName, tokens: int) -> None:
         """A job fetched from the queue went to another worker: it costs the queue nothing here."""
-        choice.charge(self._views(), self._shares, queue, -tokens, ageing_s=self._ageing_s)
+        views = list(self._views(queue.pool))
+        choice.charge(views, self._shares_of(queue.pool), queue, -tokens, ageing_s=self._ageing_s)
 
     async def run(self) -> None:
-        """Fetch until stopped."""
+        """Fetch until stopped. Raises BrokerUnsuitableError where it never could."""
         try:
             while not self._is_stopped:
                 await self._told_to_look()
@@ -105,6 +108,8 @@ class Puller:
                     return
                 try:
                     await self._round()
+                except BrokerUnsuitableError:  # it will not pass by itself, and a person must know
+                    raise
                 except BrokerError as error:
                     log.warning("cannot fetch: %s", error)
                     await asyncio.sleep(_AFTER_ERROR_S)
@@ -131,8 +136,9 @@ class Puller:
         if resync:
             counts = await self._queue.counts()
             self._synced_at = time.monotonic()
-            known = dict.fromkeys(self._waiting, 0)
-            self._waiting = known | {queue: number for queue, number in counts.items() if queue.pool == self._pool}
+            pools = self._pools()
+            known = {queue: 0 for queue in self._waiting if queue.pool in pools}
+            self._waiting = known | {queue: number for queue, number in counts.items() if queue.pool in pools}
             await self._look_at_heads()
         num_tries = _TRIES_AFTER_WAKE if not resync else 1
         batch = 1
@@ -146,9 +152,23 @@ class Puller:
         if not self._has_room():
             await self._leave()
 
+    def _pools(self) -> tuple[str, ...]:
+        """Its own pool, then those that it lends to."""
+        return (self._pool, *self._config().model(self._queue.model).pool(self._pool).lends_to)
+
+    def _shares_of(self, pool: str) -> Shares:
+        return self._shares.setdefault(pool, Shares())
+
     async def _fetch_next(self, num_tries: int, batch: int) -> list[Delivery]:
-        views = list(self._views())
-        queues = choice.order(views, self._shares, ageing_s=self._ageing_s)
+        for pool in self._pools():
+            deliveries = await self._fetch_from(pool, num_tries, batch)
+            if deliveries:
+                return deliveries
+        return []
+
+    async def _fetch_from(self, pool: str, num_tries: int, batch: int) -> list[Delivery]:
+        views, shares = list(self._views(pool)), self._shares_of(pool)
+        queues = choice.order(views, shares, ageing_s=self._ageing_s)
         for queue in queues:
             limit = self._limit(queue, batch) if len(queues) == 1 else 1  # queues take turns message by message
             deliveries = await self._queue.fetch_many(queue, limit)
@@ -160,7 +180,7 @@ class Puller:
             if deliveries:
                 for delivery in deliveries:
                     need_tokens = delivery.job.need_tokens if delivery.job is not None else 0
-                    choice.charge(views, self._shares, delivery.queue, need_tokens, ageing_s=self._ageing_s)
+                    choice.charge(views, shares, delivery.queue, need_tokens, ageing_s=self._ageing_s)
                 self._waiting[queue] = max(0, self._waiting.get(queue, 0) - len(deliveries))
                 self._woken[queue] = max(0, self._woken.get(queue, 0) - len(deliveries))
                 self._heads.pop(queue, None)
@@ -173,16 +193,20 @@ class Puller:
         wanted = min(max(batch, self._woken.get(queue, 0)), _MAX_BATCH)
         return max(1, self._num_fetchable(wanted)) if wanted > 1 else 1
 
-    def _views(self) -> Iterator[QueueView]:
+    def _views(self, pool: str) -> Iterator[QueueView]:
         now = self._bus.clock.now()
+        config = self._config()
         for queue, number in self._waiting.items():
+            if queue.pool != pool:
+                continue
             _, accepted_at = self._heads.get(queue, (0.0, None))
             oldest_wait_s = now - accepted_at if accepted_at is not None else None
-            yield QueueView(name=queue, num_waiting=number, oldest_wait_s=oldest_wait_s)
+            weight = config.weight_of(queue.queue)
+            yield QueueView(name=queue, num_waiting=number, oldest_wait_s=oldest_wait_s, weight=weight)
 
     async def _look_at_heads(self) -> None:
         """Learn how long the heads of the lower lanes have waited, where a higher one might keep them from starting."""
-        waiting = [queue for queue, number in self._waiting.items() if number > 0]
+        waiting = [queue for queue, number in self._waiting.items() if number > 0 and queue.pool == self._pool]
         top = min((LANES.index(queue.lane) for queue in waiting), default=0)
         now = time.monotonic()
         self._heads = {queue: head for queue, head in self._heads.items() if now - head[0] < _HEAD_FOR_S}

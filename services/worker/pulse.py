@@ -13,7 +13,7 @@ import msgspec
 from headrace.bus.connection import Bus, connect
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.errors import BrokerUnavailableError, NotProvisionedError
-from headrace.lifecycle import Backoff
+from headrace.lifecycle import Backoff, unless_stopped
 from headrace.schemas.workers import Heartbeat
 from headrace.worker.heart import Heart
 
@@ -68,6 +68,7 @@ class Pulse:
         self._main_loop: asyncio.AbstractEventLoop | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
+        self._is_stopped = False
         self._thread: threading.Thread | None = None
         self.failed = asyncio.Event()
         self.failure: BaseException | None = None
@@ -154,6 +155,7 @@ class Pulse:
         thread, self._thread = self._thread, None
         if thread is None:
             return
+        self._is_stopped = True
         if self._loop is not None and self._stopping is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stopping.set)
         await asyncio.to_thread(thread.join, _STOP_S)
@@ -176,11 +178,15 @@ class Pulse:
         self.failed.set()
 
     async def _live(self, registered: "asyncio.Future[None]") -> None:
-        assert self._main_loop is not None
-        self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        if not self._is_stopped:  # `stop` came before it could set the event
+            await unless_stopped(self._register_and_beat(registered), self._stopping)
+
+    async def _register_and_beat(self, registered: "asyncio.Future[None]") -> None:
+        assert self._main_loop is not None
         async with connect(self._url, self._settings, name=f"headrace-heartbeat-{self._worker}") as bus:
-            heart = Heart(
+            heart = self._heart = Heart(
                 WorkersBucket(bus),
                 self._worker,
                 interval_s=self._settings.heartbeat_s,
@@ -192,7 +198,6 @@ class Pulse:
                 is_well=lambda: time.monotonic() - self._composed_at < self._stuck_after_s,
                 epoch=self._first_epoch,
             )
-            self._heart = heart
 
             async def beat_again() -> None:
                 heart.changed()
@@ -200,18 +205,15 @@ class Pulse:
             bus.on_reconnect.append(beat_again)  # monitors wait for a beat on the new connection, and not for long
             await self._register(heart)
             self._main_loop.call_soon_threadsafe(_resolve, registered)
-            async with asyncio.TaskGroup() as group:
-                beating = group.create_task(heart.run(), name="beat")
-                closing = group.create_task(bus.closed.wait(), name="closed")
-                await asyncio.wait(
-                    [beating, closing, stopping := group.create_task(self._stopping.wait())],
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                for task in (beating, closing, stopping):
-                    task.cancel()
-            if bus.closed.is_set():
+            try:
+                async with asyncio.TaskGroup() as group:
+                    beating = group.create_task(heart.run(), name="beat")
+                    await bus.closed.wait()
+                    beating.cancel()
                 raise BrokerUnavailableError("the heartbeat's connection was closed for good")
-            await heart.leave()
+            finally:
+                if bus.is_connected:
+                    await heart.leave()
 
     async def _register(self, heart: Heart) -> None:
         retries = Backoff(first_s=_RETRY_FIRST_S, max_s=_RETRY_MAX_S, for_s=self._settings.retry_for_s)

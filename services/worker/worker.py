@@ -1,6 +1,7 @@
 """A worker process: one engine, one registration, as many requests as the engine's memory carries."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -11,7 +12,9 @@ from typing import Final
 
 import msgspec
 
+from headrace.bus.configuration import ConfigView
 from headrace.bus.connection import Bus, Message, keep_clock
+from headrace.bus.consumers import require_own_consumers
 from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import Delivery, JobQueue
 from headrace.bus.provision import ensure_jobs_stream, ensure_provisioned
@@ -19,7 +22,7 @@ from headrace.bus.services import answering
 from headrace.discipline.affinity import RecentPrefixes
 from headrace.discipline.room import UNLIMITED_TOKENS, Room, fetchable_tokens, num_fetchable
 from headrace.errors import BrokerError, BrokerUnavailableError, EngineError
-from headrace.lifecycle import Backoff, wait_first
+from headrace.lifecycle import Backoff, unless_stopped, wait_first
 from headrace.schemas.events import Owner
 from headrace.schemas.subjects import DEFAULT_POOL, QueueName
 from headrace.schemas.workers import Heartbeat, WorkerNudge, WorkerState
@@ -64,11 +67,18 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 async def run_worker(bus: Bus, engine: Engine, options: WorkerOptions, *, stop: asyncio.Event) -> None:
     """Run one worker until `stop` is set and what it held is finished or handed back.
 
-    Raises EngineStartError where the engine does not come up at all, BrokerError where the connection is gone for good.
+    Raises EngineStartError where the engine does not come up at all, BrokerError where the connection is gone for good
+    or the job stream has somebody else's consumer.
     """
+    if await unless_stopped(_provision(bus, options), stop):
+        await Worker(bus, engine, options).run(stop)
+
+
+async def _provision(bus: Bus, options: WorkerOptions) -> None:
     await ensure_provisioned(bus)
     await ensure_jobs_stream(bus, options.model)
-    await Worker(bus, engine, options).run(stop)
+    with contextlib.suppress(BrokerUnavailableError):  # the first fetch tells too
+        await require_own_consumers(bus, options.model, wanted=QueueName(pool=options.pool))
 
 
 class Worker:
@@ -94,6 +104,7 @@ class Worker:
             stuck_after_s=self._settings.stall_s,
         )
         self._held = HeldSet(self._heart.changed)
+        self._view = ConfigView(bus)
         self._gate = Gate(self._ledger, ageing_s=self._settings.ageing_s, on_change=self._room_changed)
         self._served = RecentPrefixes()
         self._queue = JobQueue(bus, options.model, on_late=self._on_late)
@@ -101,6 +112,7 @@ class Worker:
         self._handler = Handler(
             bus,
             queue=self._queue,
+            pool=options.pool,
             engine=engine,
             gate=self._gate,
             served=self._served,
@@ -121,6 +133,7 @@ class Worker:
             num_fetchable=self._num_fetchable,
             take=self._take,
             ageing_s=self._settings.ageing_s,
+            config=lambda: self._view.config,
         )
         self._purges: deque[tuple[float, str, str]] = deque(maxlen=_MAX_PURGES_WAITING)
         self._group: asyncio.TaskGroup | None = None
@@ -129,32 +142,39 @@ class Worker:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Register, start the engine, work until `stop`, drain, leave."""
-        await self._heart.start()
-        log.info("worker %s registered for model %s, starting its engine", self._options.worker, self._options.model)
         try:
-            async with asyncio.TaskGroup() as group:
-                self._group = group
-                background = [
-                    group.create_task(self._heart.refresh_for_ever(), name="beat figures"),
-                    group.create_task(
-                        self._held.renew_for_ever(self._queue, ack_wait_s=self._settings.ack_wait_s), name="renewals"
-                    ),
-                    group.create_task(self._watch_for_ever(), name="watchdog"),
-                    group.create_task(
-                        self._gate.marks.follow(self._engine, is_up=self._is_up, changed=self._marks_passed),
-                        name="usage",
-                    ),
-                    group.create_task(self._purge_for_ever(), name="purges"),
-                    group.create_task(keep_clock(self._bus), name="clock"),
-                ]
-                try:
-                    await self._work(group, stop)
-                finally:
-                    for task in background:
-                        task.cancel()
+            if not await unless_stopped(self._heart.start(), stop):
+                return
+            log.info(
+                "worker %s registered for model %s, starting its engine", self._options.worker, self._options.model
+            )
+            try:
+                await self._run_registered(stop)
+            finally:
+                await self._engine.stop()
         finally:
-            await self._engine.stop()
             await self._heart.stop()
+
+    async def _run_registered(self, stop: asyncio.Event) -> None:
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            background = [
+                group.create_task(self._heart.refresh_for_ever(), name="beat figures"),
+                group.create_task(
+                    self._held.renew_for_ever(self._queue, ack_wait_s=self._settings.ack_wait_s), name="renewals"
+                ),
+                group.create_task(self._watch_for_ever(), name="watchdog"),
+                group.create_task(
+                    self._gate.marks.follow(self._engine, is_up=self._is_up, changed=self._marks_passed), name="usage"
+                ),
+                group.create_task(self._purge_for_ever(), name="purges"),
+                group.create_task(keep_clock(self._bus), name="clock"),
+            ]
+            try:
+                await self._work(group, stop)
+            finally:
+                for task in background:
+                    task.cancel()
 
     async def _work(self, group: asyncio.TaskGroup, stop: asyncio.Event) -> None:
         starting = group.create_task(self._engine.start(), name="engine start")
@@ -174,6 +194,7 @@ class Worker:
         try:
             async with (
                 self._queue,
+                self._view.running(),
                 answering(
                     self._bus,
                     "headrace-worker",

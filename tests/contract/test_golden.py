@@ -55,6 +55,11 @@ GOLDEN_EVENTS: list[tuple[Event, dict[str, str], bytes]] = [
         b'{"attempt":3,"reason":"drained"}',
     ),
     (
+        events.handed_over("j1", attempt=2, model="m-2", queue_sequence=9, body_hash="ab12", by=OWNER),
+        headers("requeued", 2, 0, **W1, Hash="ab12"),
+        b'{"attempt":2,"reason":"fallback","model":"m-2","sequence":9}',
+    ),
+    (
         events.done("j1", OWNER, attempt=3, offset=8, data=b'{"object":"chat.completion"}', body_hash="ab12"),
         headers("done", 3, 8, **W1, Hash="ab12"),
         b'{"object":"chat.completion"}',
@@ -201,6 +206,8 @@ def test_queue_message_comes_back() -> None:
     assert jobs.decode_job(JOB_HEADERS | {"Nats-Msg-Id": "default.j1", "traceparent": "00-…"}, JOB.body) == JOB
     with_fallback = msgspec.structs.replace(JOB, fallback="m-2.0")
     assert jobs.decode_job(with_fallback.headers(), JOB.body) == with_fallback
+    handed_over = msgspec.structs.replace(JOB, handed_from="m-1.0")
+    assert jobs.decode_job(handed_over.headers(), JOB.body) == handed_over
     assert JOB.queue_until == 1700000060.25
     assert JOB.deadline_at == 1700000600.25
 
@@ -223,6 +230,8 @@ def test_queue_message_without_a_header_is_no_job(name: str) -> None:
         {"Headrace-Queue-Timeout": "inf"},
         {"Headrace-Accepted-At": "-inf"},
         {"Headrace-Fallback": "=zz"},
+        {"Headrace-Fallback-Pool": "A B"},
+        {"Headrace-Handed-From": "=zz"},
     ],
 )
 def test_queue_message_with_a_strange_header_is_no_job(wrong: dict[str, str]) -> None:
@@ -304,6 +313,7 @@ def test_names_of_the_contract() -> None:
     assert names.dead_stream == "HEADRACE_V1_DEAD"
     assert names.workers_bucket == "HEADRACE_V1_workers"
     assert names.config_bucket == "HEADRACE_V1_config"
+    assert names.usage_bucket == "HEADRACE_V1_usage"
     assert names.infer("default", "chat", "smollm2-135m") == "headrace.v1.infer.default.chat.smollm2-135m"
     assert names.jobs("m", queue) == "headrace.v1.jobs.m.default.normal.default"
     assert names.wake("m", QueueName("batch", "low", "acme")) == "headrace.v1.wake.m.batch.low.acme"
@@ -314,6 +324,7 @@ def test_names_of_the_contract() -> None:
     assert names.ctl("w-1") == "headrace.v1.ctl.w-1"
     assert names.job_inbox("default", "j1") == "_INBOX.default.j1"
     assert names.message_id("default", "j1") == "default.j1"
+    assert names.message_id("default", "j1", is_handed_over=True) == "default.j1.handed-over"
     assert subjects.SERVICE_INBOX_PREFIX == "_INBOX._svc"
     assert Names(prefix="a-b.c").upper == "A-B_C"
     assert Names(num_shards=16).log("default", "j1") == "headrace.v1.log.10.default.j1"

@@ -221,6 +221,9 @@ class _Run:
 
     async def _start(self, name: str) -> None:
         schedule = self._schedule
+        before = self._stage.players.get(name)
+        if before is not None:  # a worker's id belongs to the one before until that has left
+            await before.ended()
         if name.startswith("r"):
             await self._stage.router(name)
         elif name.startswith("m"):
@@ -286,7 +289,7 @@ class _Run:
 async def _delete_streams(bus: Bus) -> None:
     names = bus.names
     streams = [names.jobs_stream(MODEL), names.log_stream(0), names.dead_stream]
-    streams += [f"KV_{names.workers_bucket}", f"KV_{names.config_bucket}"]
+    streams += [f"KV_{bucket}" for bucket in (names.workers_bucket, names.config_bucket, names.usage_bucket)]
     for stream in streams:
         with contextlib.suppress(Exception):  # what is left hurts nobody
             await bus.api(f"STREAM.DELETE.{stream}")

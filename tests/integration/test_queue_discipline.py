@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 
+import headrace.client
+from headrace.bus.connection import Stored
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.bus.jobqueue import JobQueue
-from headrace.bus.provision import ensure_jobs_stream
+from headrace.bus.keyvalue import Bucket
+from headrace.bus.provision import ensure_jobs_stream, ensure_provisioned
 from headrace.client import Accepted, Client, Done, Started
 from headrace.errors import JobFailedError
+from headrace.schemas.config_text import decode_file, encode_entry, entries_of
 from headrace.schemas.subjects import QueueName
 from headrace.schemas.workers import Heartbeat
 from headrace.worker.engines.base import EngineUsage
@@ -37,8 +41,8 @@ class Jobs:
             await accepted.wait()
         return task
 
-    async def _read(self, name: str, accepted: asyncio.Event, **arguments: Any) -> None:
-        async with self._client.stream(model=MODEL, prompt="x", ignore_eos=True, **arguments) as stream:
+    async def _read(self, name: str, accepted: asyncio.Event, *, prompt: str = "x", **arguments: Any) -> None:
+        async with self._client.stream(model=MODEL, prompt=prompt, ignore_eos=True, **arguments) as stream:
             async for event in stream:
                 if isinstance(event, Accepted):
                     accepted.set()
@@ -268,3 +272,105 @@ async def test_repeated_beginnings_land_where_they_are_warm(broker_url: str, pre
                 num_warm += worker in warm[beginning]
                 warm[beginning].add(worker)
         assert num_warm >= 0.8 * 30
+
+
+async def configure(running: Deployment, text: str) -> None:
+    """Write it, and wait until the parts that run have had the time they may take to follow."""
+    await ensure_provisioned(running.bus)
+    bucket = Bucket(running.bus, running.bus.names.config_bucket)
+    for key, entry in entries_of(decode_file(text, is_json=False)).items():
+        assert isinstance(await bucket.put(key, encode_entry(entry), expected_revision=0), Stored)
+    await asyncio.sleep(1.5)
+
+
+async def test_a_tenant_that_comes_late_takes_turns(broker_url: str, prefix: str) -> None:
+    """QUE-3: A queues 50, then B queues 5 of equal size; B's last starts by position 11."""
+    async with deployment(broker_url, prefix) as running:
+        await configure(running, "[tenants.a]\n[tenants.b]\n")
+        async with (
+            headrace.client.connect(broker_url, tenant="a", settings=running.settings) as a,
+            headrace.client.connect(broker_url, tenant="b", settings=running.settings) as b,
+            asyncio.timeout(60),
+            asyncio.TaskGroup() as group,
+        ):
+            await running.worker(sim(tokens_per_second=100.0), worker="w", max_concurrency=1)
+            order: list[str] = []
+            of_a, of_b = Jobs(a, group), Jobs(b, group)
+            of_a.started = of_b.started = order
+            await of_a.send("first", max_tokens=200)
+            await of_a.until_started("first")
+            for number in range(50):
+                await of_a.send(f"a{number}", max_tokens=5)
+            for number in range(5):
+                await of_b.send(f"b{number}", max_tokens=5)
+            await of_b.until_started("b4", timeout_s=30)
+            assert order.index("b4") <= 11, "counted from the one that ran as they came"
+
+
+async def test_weights_of_three_to_one_give_tokens_three_to_one(broker_url: str, prefix: str) -> None:
+    async with deployment(broker_url, prefix) as running:
+        await configure(running, "[tenants.a]\nweight = 3\n[tenants.b]\n")
+        async with (
+            headrace.client.connect(broker_url, tenant="a", settings=running.settings) as a,
+            headrace.client.connect(broker_url, tenant="b", settings=running.settings) as b,
+            asyncio.timeout(90),
+            asyncio.TaskGroup() as group,
+        ):
+            await running.worker(sim(tokens_per_second=1000.0), worker="w", max_concurrency=2)
+            order: list[str] = []
+            of_a, of_b, of_others = Jobs(a, group), Jobs(b, group), Jobs(running.client, group)
+            of_a.started = of_b.started = order
+            for number in range(2):
+                await of_others.send(f"first{number}", max_tokens=3000)
+            await of_others.until_started("first0", "first1")
+            for number in range(120):
+                await of_a.send(f"a{number}", max_tokens=(10, 30, 20)[number % 3])
+                await of_b.send(f"b{number}", max_tokens=(20, 10, 30)[number % 3])
+
+            async def are_enough() -> bool:
+                return len(order) >= 140
+
+            await until(are_enough, timeout_s=60)
+            served = {"a": 0, "b": 0}
+            for name in order[:140]:
+                number = int(name[1:])
+                served[name[0]] += ((10, 30, 20) if name[0] == "a" else (20, 10, 30))[number % 3]
+            assert 2.7 <= served["a"] / served["b"] <= 3.3
+
+
+async def test_a_pool_lends_its_workers_only_while_its_own_queues_are_empty(broker_url: str, prefix: str) -> None:
+    lending = f'[models.{MODEL}]\npools = [{{ name = "chat", lends_to = ["batch"] }}, {{ name = "batch" }}]\n'
+    async with deployment(broker_url, prefix) as running:
+        await configure(running, lending)
+        await running.worker(sim(tokens_per_second=100.0), worker="chat1", pool="chat", max_concurrency=1)
+        async with sending(running) as jobs:
+            await jobs.send("lent", max_tokens=100, pool="batch")
+            await jobs.until_started("lent")
+            assert jobs.worker_of["lent"] == "chat1"
+            for number in range(3):
+                await jobs.send(f"batch{number}", max_tokens=2, pool="batch")
+            for number in range(3):
+                await jobs.send(f"chat{number}", max_tokens=2, pool="chat")
+            await jobs.until_started("batch2")
+            assert jobs.started[1:4] == ["chat0", "chat1", "chat2"]
+
+
+async def test_long_prompts_keep_short_chats_waiting_no_longer_than_one_job(broker_url: str, prefix: str) -> None:
+    """Two pools by rule: a burst of long prompts over steady short chats."""
+    rules = f'[models.{MODEL}]\npools = [{{ name = "long" }}]\nrules = [{{ pool = "long", min_prompt_tokens = 200 }}]\n'
+    async with deployment(broker_url, prefix) as running:
+        await configure(running, rules)
+        await running.worker(sim(tokens_per_second=200.0), worker="short", max_concurrency=2)
+        await running.worker(sim(tokens_per_second=200.0), worker="long", pool="long", max_concurrency=1)
+        async with sending(running) as jobs:
+            for number in range(6):
+                await jobs.send(f"long{number}", max_tokens=200, prompt="word " * 400)  # 1 s each
+            waits: list[float] = []
+            for number in range(10):
+                began = time.monotonic()
+                await jobs.send(f"chat{number}", max_tokens=4)
+                await jobs.until_started(f"chat{number}")
+                waits.append(time.monotonic() - began)
+            assert {jobs.worker_of[f"chat{number}"] for number in range(10)} == {"short"}
+            assert max(waits) < 1.0, "less than one long job"
+            assert set(jobs.worker_of.values()) == {"short", "long"}

@@ -2,14 +2,19 @@
 
 import pytest
 
+from headrace.bus.handover import publish_to_fallback
+from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import JobQueue
 from headrace.bus.provision import ensure_jobs_stream
-from headrace.client import Delta
+from headrace.client import Accepted, Delta, Done
 from headrace.errors import BrokerError, JobExpiredError, JobFailedError
 from headrace.monitor import run_monitor
+from headrace.schemas.jobs import decode_job
+from headrace.schemas.subjects import QueueName
 from tests.deployment import MODEL, Deployment, deployment, sim, until
 
 PROMPT = "go on for ever"
+OTHER = "other-model"
 
 
 async def monitored(running: Deployment) -> None:
@@ -47,6 +52,77 @@ async def test_jobs_queued_before_the_monitor_started_expire_too(broker_url: str
         await monitored(running)
         with pytest.raises(JobExpiredError):
             await anext(events)
+
+
+@pytest.mark.parametrize("has_worker", [False, True])
+async def test_a_job_that_does_not_start_in_time_goes_to_its_fallback(
+    broker_url: str, prefix: str, has_worker: bool
+) -> None:
+    """By a monitor, where its model has no worker; by the worker that holds it, where that has no room."""
+    async with deployment(broker_url, prefix) as running:
+        await ensure_jobs_stream(running.bus, MODEL)
+        await ensure_jobs_stream(running.bus, OTHER)
+        if has_worker:
+            await running.worker(sim(tokens_per_second=5.0, kv_tokens=1_000, block_size=1), max_concurrency=2)
+            busy = running.client.stream(model=MODEL, prompt=PROMPT, max_tokens=900, ignore_eos=True)
+            async for event in busy:
+                if isinstance(event, Delta):
+                    break
+        else:
+            await monitored(running)
+        stream = running.client.stream(
+            model=MODEL, prompt=PROMPT, max_tokens=200, queue_timeout_s=1, fallback=OTHER, job_id="late"
+        )
+        seen = aiter(stream)
+        await anext(seen)
+        await until(lambda: _has_message(running, OTHER))
+        assert (await running.client.status("late")).state == "queued"
+        await running.worker(model=OTHER)
+        ends = [event async for event in seen if isinstance(event, Done)]
+        assert len(ends) == 1
+        history = await JobLog(running.bus).read("default", "late")
+        kinds = [(event.kind, event.reason, event.model) for event in history if event.kind in ("requeued", "started")]
+        assert kinds == [("requeued", "fallback", OTHER), ("started", "", OTHER)]
+        await until(lambda: _has_message(running, OTHER, number=0))
+        await until(lambda: _has_message(running, MODEL, number=1 if has_worker else 0))
+
+
+async def _has_message(running: Deployment, model: str, *, number: int = 1) -> bool:
+    return sum((await JobQueue(running.bus, model).counts()).values()) == number
+
+
+async def test_a_hand_over_that_was_interrupted_is_finished_by_the_fallback(broker_url: str, prefix: str) -> None:
+    async with deployment(broker_url, prefix) as running:
+        for model in (MODEL, OTHER):
+            await ensure_jobs_stream(running.bus, model)
+        stream = running.client.stream(model=MODEL, prompt=PROMPT, queue_timeout_s=1, fallback=OTHER, job_id="late")
+        seen = aiter(stream)
+        accepted = await anext(seen)
+        assert isinstance(accepted, Accepted)
+        queue = JobQueue(running.bus, MODEL)
+        assert accepted.sequence is not None
+        message = await queue.message_of(accepted.sequence)
+        assert message is not None
+        job = decode_job(*message)
+        assert job is not None
+        there = [await publish_to_fallback(running.bus, job, QueueName(), {}) for _ in range(3)]
+        assert there == [1, 1, 1], "stored once"
+        await running.worker(model=OTHER)
+        assert [event async for event in seen if isinstance(event, Done)] != []
+        await running.worker(model=MODEL)  # gets a message of a job that is not its model's any more
+        await until(lambda: _has_message(running, MODEL, number=0))
+        history = await JobLog(running.bus).read("default", "late")
+        assert history[-1].kind == "done"
+
+
+async def test_a_job_whose_fallback_has_no_room_expires(broker_url: str, prefix: str) -> None:
+    async with deployment(broker_url, prefix, queue_limit=1) as running:
+        await ensure_jobs_stream(running.bus, MODEL)
+        await ensure_jobs_stream(running.bus, OTHER)
+        await anext(aiter(running.client.stream(model=OTHER, prompt=PROMPT)))
+        await monitored(running)
+        with pytest.raises(JobExpiredError):
+            await running.client.complete(model=MODEL, prompt=PROMPT, queue_timeout_s=1, fallback=OTHER)
 
 
 async def test_a_running_job_ends_at_its_deadline_and_its_engine_is_aborted(broker_url: str, prefix: str) -> None:

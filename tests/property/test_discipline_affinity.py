@@ -74,6 +74,7 @@ def test_order_roles_and_bounds_of_the_parts_count() -> None:
         ["system", longer, "user", long],
         ["systemx", long[1:], "user", longer],
         ["system", "", long, "user", longer],
+        ["system\x00\x00", long, "user", longer],
     ]
     assert len({prefix_hashes(parts)[0] for parts in different}) == len(different)
     assert prefix_hashes([]) == prefix_hashes(["user", "short"]) == ()

@@ -195,3 +195,23 @@ def test_within_a_queue_nothing_overtakes(queues: list[tuple[int, float]]) -> No
         turn = serve(shares, snapshot, 100)
         starts[turn].append(waiting[turn].pop(0))
     assert all(before < after for jobs in starts.values() for before, after in pairwise(jobs))
+
+
+def test_an_aged_flood_of_equal_requests_gets_every_fourth() -> None:
+    shares = Shares()
+    snapshot = [view("high", waited_s=99.0), view("low", waited_s=99.0)]
+    turns = [serve(shares, snapshot, 100).lane for _ in range(40)]
+    assert turns.count("low") == 10
+
+
+def test_lanes_pay_neither_for_interrupted_requests_nor_back() -> None:
+    """An interrupted low one, or a low one handed back, leaves the turn of an aged one where it was."""
+    both = [view("high"), view("low", waited_s=99.0)]
+    low = both[1].name
+    shares = Shares()
+    assert serve(shares, both, 100).lane == "high"
+    interrupted = [both[0], QueueView(name=low, num_waiting=1, oldest_wait_s=99.0, num_interrupted=1)]
+    charge(interrupted, shares, low, 5000, ageing_s=AGEING_S)
+    assert serve(shares, both, 100) == low
+    charge(both, shares, low, -100, ageing_s=AGEING_S)
+    assert order(both, shares, ageing_s=AGEING_S)[0].lane == "high"

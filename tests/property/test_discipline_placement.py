@@ -225,3 +225,23 @@ def test_in_a_pool_everything_runs_and_nobody_idles_beside_what_fits(
             assert job.num_handed_back <= 1
         else:  # one that is too small for it gives it back each second at most
             assert job.num_handed_back <= 1 + job.started
+
+
+def test_after_some_deliveries_only_an_idle_worker_is_worth_a_hand_back() -> None:
+    full = Room(capacity_tokens=1000, reserved_tokens=900, max_concurrency=4, num_running=1)
+    busy = WorkerView(
+        worker="busy", room=Room(capacity_tokens=1000, reserved_tokens=1, max_concurrency=4, num_running=1)
+    )
+    idle = WorkerView(worker="idle", room=Room(capacity_tokens=1000, max_concurrency=4))
+    hand_back, hold = Placement.HAND_BACK, Placement.HOLD
+    for others, told in [([busy], [hand_back] * 3 + [hold] * 7), ([busy, idle], [hand_back] * 8 + [hold] * 2)]:
+        assert [place(500, full, others, num_delivered=number)[0] for number in range(1, 11)] == told
+
+
+def test_a_worker_that_is_starting_may_yet_run_what_is_too_large_here() -> None:
+    small = Room(capacity_tokens=100, max_concurrency=1)
+    starting = WorkerView(worker="s", room=Room(capacity_tokens=None), state="Starting")
+    leaving = WorkerView(worker="d", room=Room(capacity_tokens=None), state="Draining")
+    assert place(500, small, [starting], num_delivered=1) == (Placement.HOLD, None)
+    assert place(500, small, [starting], num_delivered=1, held_s=0.25) == (Placement.HAND_BACK, "s")
+    assert place(500, small, [leaving], num_delivered=1) == (Placement.NEVER, None)

@@ -260,3 +260,13 @@ def test_what_is_fetched_together_starts_together(
     for _ in range(number if number > 1 else 0):
         assert left.fits(need_tokens)
         left = left.with_one_more(need_tokens)
+
+
+def test_what_starts_now_is_not_counted_as_held() -> None:
+    room = Room(capacity_tokens=1000, max_concurrency=8)
+    waiters = [Waiter(need_tokens=100)] * 2
+    assert fetchable_tokens(room, waiters, ageing_s=AGEING_S, max_waiters=2) == 800
+    held = [Waiter(need_tokens=900)] * 2
+    full = Room(capacity_tokens=1000, reserved_tokens=500, max_concurrency=8, num_running=1)
+    assert fetchable_tokens(full, held, ageing_s=AGEING_S, max_waiters=2) == 0
+    assert fetchable_tokens(full, held, ageing_s=AGEING_S, max_waiters=3) == 500

@@ -31,6 +31,7 @@ class Check:
         self.engine_faults: set[tuple[str, str]] = set()
         self.dead_letters: set[str] = set()
         self.first_start_at: dict[str, float] = {}
+        self.num_handed_over = 0
 
     def fail(self, problem: str) -> None:
         """Note a broken rule."""
@@ -50,8 +51,17 @@ class Check:
         """A queue message is acked or deleted."""
         job = message.headers[subjects.HDR_JOB]
         state = self.states.get(job)
-        if state is None or not state.is_terminal:
-            self.fail(f"LOST: message {message.seq} of {job}, which has not ended, {how}")
+        if state is not None and (state.is_terminal or self._has_message(job, state, other_than=stream)):
+            return
+        self.fail(f"LOST: message {message.seq} of {job}, which has not ended, {how}")
+
+    def _has_message(self, job: str, state: JobState, *, other_than: Stream) -> bool:
+        """Whether the model that the log names has a message of the job, in another stream."""
+        name = self._names.jobs_stream(state.model) if state.model else ""
+        queue = self._world.broker.streams.get(name)
+        if queue is None or name == other_than.name:
+            return False
+        return any(each.headers[subjects.HDR_JOB] == job for each in queue.live.values())
 
     def engine_began(self, job: str, attempt: int, part: "Part") -> None:
         """An engine starts to compute."""
@@ -112,6 +122,8 @@ class Check:
             self._check_text(before, event)
         elif event.kind == "started":
             self.first_start_at.setdefault(job, self._world.now())
+            if before.model and event.model != before.model:
+                self.fail(f"MIXED: {job} started by {event.model}, it is {before.model}'s")
             if event.attempt != before.attempt:
                 self.fail(f"ATTEMPT: {job} started as attempt {event.attempt}, the log says {before.attempt}")
             if len(before.faults) >= self._world.settings.max_attempts:
@@ -143,6 +155,14 @@ class Check:
         job, owner = event.job, before.owner
         if event.attempt != before.attempt + 1:
             self.fail(f"ATTEMPT: {job} requeued as {event.attempt} after {before.attempt}")
+        if event.reason == events.FALLBACK:
+            if before.was_started or before.is_terminal:
+                self.fail(f"HANDED OVER: {job} by {who} although it had started")
+            queue = self._world.broker.streams[self._names.jobs_stream(event.model)]
+            if event.queue_sequence not in queue.live:
+                self.fail(f"HANDED OVER: {job} by {who} without a message at {event.model}")
+            self.num_handed_over += 1
+            return
         if owner is None:
             self.fail(f"REQUEUED TWICE: {job} by {who} had no owner")
             return

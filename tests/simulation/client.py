@@ -8,7 +8,7 @@ from nats.aio.msg import Msg
 
 from headrace.bus.connection import Bus
 from headrace.schemas import subjects
-from tests.simulation.schedule import MODEL, TENANT
+from tests.simulation.schedule import FALLBACK, MODEL, TENANT
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -58,15 +58,15 @@ class Client:
         self._jobs[inbox] = job
         world.broker.note(f"=== submit {job}")
         body = {"prompt": job, "max_tokens": world.scenario.num_tokens, "stream": request.is_streaming}
+        headers = {
+            subjects.HDR_ID: job,
+            subjects.HDR_DEADLINE: str(request.deadline_s),
+            subjects.HDR_QUEUE_TIMEOUT: str(request.queue_timeout_s),
+        }
+        if world.scenario.num_fallback_workers:
+            headers[subjects.HDR_FALLBACK] = FALLBACK
         await self._bus.publish(
-            self._names.infer(TENANT, "completions", MODEL),
-            json.dumps(body).encode(),
-            reply=inbox,
-            headers={
-                subjects.HDR_ID: job,
-                subjects.HDR_DEADLINE: str(request.deadline_s),
-                subjects.HDR_QUEUE_TIMEOUT: str(request.queue_timeout_s),
-            },
+            self._names.infer(TENANT, "completions", MODEL), json.dumps(body).encode(), reply=inbox, headers=headers
         )
 
     async def ask(self, what: str, job: str) -> None:

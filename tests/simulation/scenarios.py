@@ -55,6 +55,7 @@ def scenarios() -> st.SearchStrategy[Scenario]:
         actions=st.tuples(_submits, actions).map(lambda drawn: (drawn[0], *drawn[1])),
         faults=_faults,
         num_workers=st.integers(1, 3),
+        num_fallback_workers=st.sampled_from((0, 0, 1, 2)),
         num_routers=st.integers(1, 2),
         num_monitors=st.integers(1, 2),
         num_tokens=st.sampled_from((1, 4, 10, 20)),

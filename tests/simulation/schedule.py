@@ -4,9 +4,10 @@ import msgspec
 
 from tests.simulation.broker import Faults
 
-__all__ = ["MODEL", "OWNERS", "TENANT", "Action", "Scenario", "Violation"]
+__all__ = ["FALLBACK", "MODEL", "OWNERS", "TENANT", "Action", "Scenario", "Violation"]
 
 MODEL = "m"
+FALLBACK = "f"
 TENANT = "default"
 OWNERS = 10
 """From here on `Action.who` names the owner of a job."""
@@ -32,6 +33,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     actions: tuple[Action, ...] = ()
     faults: Faults = msgspec.field(default_factory=Faults)
     num_workers: int = 2
+    num_fallback_workers: int = 0
+    """Workers of the model that requests name as their fallback; none is named without any."""
     num_routers: int = 1
     num_monitors: int = 1
     num_tokens: int = 4

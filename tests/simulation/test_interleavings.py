@@ -78,6 +78,16 @@ TWO_AT_ONCE = Scenario(
     token_s=0.3,
     max_concurrency=1,
 )
+LATE = Scenario(
+    actions=tuple(Action("submit", 0.05, job, 0.15) for job in range(4)),
+    num_workers=1,
+    num_fallback_workers=1,
+    num_routers=2,
+    num_monitors=2,
+    num_tokens=10,
+    token_s=0.3,
+    max_concurrency=1,
+)
 MISDELIVERED = Scenario(
     actions=(Action("submit", 0.1, 0, 0.5), Action("redeliver", 0.3, after_lines=4), Action("submit", 0.3, 1, 0.5)),
     num_tokens=12,
@@ -128,6 +138,16 @@ def test_no_worker_keeps_a_request_waiting_while_another_is_idle() -> None:
             assert world.check.first_start_at[job] - request.first_sent_at < 0.5, (seed, world.broker.trace)
 
 
+def test_what_does_not_start_in_time_is_handed_over_once() -> None:
+    num_handed_over = 0
+    faults = (Faults(), Faults(delay_s=0.1, lost_answer=0.05, lost_publish=0.1, stale_log=0.2), Faults(delay_s=0.02))
+    for number in range(3 * _NUM_SEEDS):
+        struck = (Action("kill", 1.9, number % 7, 1.0), Action("hang", 0.1, number % 5, 2.5)) if number % 2 else ()
+        scenario = msgspec.structs.replace(LATE, seed=number, faults=faults[number % 3], actions=LATE.actions + struck)
+        num_handed_over += require_no_problem(scenario).check.num_handed_over
+    assert num_handed_over > _NUM_SEEDS
+
+
 def _steals(situation: Situation) -> Decision:
     owner = situation.state.owner
     if owner is not None and not owner.is_same(situation.me):
@@ -138,6 +158,11 @@ def _steals(situation: Situation) -> Decision:
 def _acks(situation: Situation) -> Decision:
     decided = decide(situation)
     return Decision(Row.ACK) if decided.action is Row.DROP else decided
+
+
+def _forgets(situation: Situation) -> Decision:
+    decided = decide(situation)
+    return Decision(Row.LEAVE) if decided.action in (Row.FALL_BACK, Row.TAKE_OVER) else decided
 
 
 def _gives_up(situation: Situation) -> Decision:
@@ -151,6 +176,7 @@ def _gives_up(situation: Situation) -> Decision:
     [
         pytest.param(_steals, MISDELIVERED, "STEAL", id="a live owner is robbed"),
         pytest.param(_acks, MISDELIVERED, "LOST", id="a running job's message is acked"),
+        pytest.param(_forgets, LATE, "LOST", id="a message is settled before the log names another"),
         pytest.param(_gives_up, FAILING, "DEAD EARLY", id="one fault is enough"),
     ],
 )

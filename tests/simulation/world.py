@@ -32,7 +32,7 @@ from tests.simulation.check import Check
 from tests.simulation.client import Client, Request
 from tests.simulation.engine import StubEngine
 from tests.simulation.loop import Process, SimulatedLoop, current_process
-from tests.simulation.schedule import MODEL, OWNERS, Action, Scenario
+from tests.simulation.schedule import FALLBACK, MODEL, OWNERS, Action, Scenario
 from tests.simulation.threads import ModelPulse, SimulatedAsyncio
 
 __all__ = ["Part", "World", "play"]
@@ -46,6 +46,7 @@ class Part:
 
     def __init__(self, kind: str, name: str) -> None:
         self.kind, self.name = kind, name
+        self.model = MODEL
         self.process: Process
         self.link: Link
         self.stop: asyncio.Event
@@ -93,6 +94,11 @@ class World:
 
     # what others ask
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Models that have workers."""
+        return (MODEL, FALLBACK) if self.scenario.num_fallback_workers else (MODEL,)
+
     def now(self) -> float:
         return self.loop.time()
 
@@ -134,7 +140,7 @@ class World:
                 await run_monitor(bus, stop=part.stop)
             else:
                 part.engine = StubEngine(self, part)
-                options = WorkerOptions(worker=part.name, model=MODEL)
+                options = WorkerOptions(worker=part.name, model=part.model)
                 await run_worker(bus, part.engine, options, stop=part.stop)
         except (BrokerError, ConfigError, EngineError) as error:
             self.broker.note(f"{part.name} ENDS: {error}")
@@ -251,7 +257,8 @@ class World:
         self.faults.end()
         bus = model_bus(self.broker, setup, self.settings, 0)
         await ensure_provisioned(bus)
-        await ensure_jobs_stream(bus, MODEL)
+        for model in self.models:
+            await ensure_jobs_stream(bus, model)
         self._client = Client(self, bus)
         await self._client.start()
         for kind, number in (
@@ -260,6 +267,9 @@ class World:
             ("monitor", scenario.num_monitors),
         ):
             self.parts += [Part(kind, f"{kind[0]}{each}") for each in range(number)]
+        for each in range(scenario.num_fallback_workers):
+            self.parts.append(Part("worker", f"f{each}"))
+            self.parts[-1].model = FALLBACK
         for part in self.parts:
             self.start(part)
         await asyncio.sleep(2.5)
@@ -307,8 +317,10 @@ class World:
             is_taken = state is not None or {"accepted", "attached"} & set(request.answers)
             if is_taken and (state is None or not state.is_terminal):
                 left.append(f"{job} is {state.state if state else 'unknown to the log'}")
-        queue = self.broker.streams[Names().jobs_stream(MODEL)]
-        return left + [f"message {each.seq} of {each.headers[subjects.HDR_JOB]}" for each in queue.live.values()]
+        for model in self.models:
+            queue = self.broker.streams[Names().jobs_stream(model)]
+            left += [f"message {each.seq} of {each.headers[subjects.HDR_JOB]}" for each in queue.live.values()]
+        return left
 
     def _check_end(self) -> None:
         for job, request in self.requests.items():
@@ -343,7 +355,8 @@ class World:
                     self.broker.note(f"=== {part.name} told to stop")
                     part.stop.set()
             case "redeliver":
-                self.broker.end_ack_wait(Names().jobs_stream(MODEL), action.who)
+                for model in self.models:
+                    self.broker.end_ack_wait(Names().jobs_stream(model), action.who)
             case "expire":
                 key = f"$KV.{Names().workers_bucket}.{part.name}"
                 self.broker.end_ttl(f"KV_{Names().workers_bucket}", key)

@@ -257,6 +257,8 @@ situations = st.builds(
     now=st.sampled_from([0.0, QUEUE_UNTIL, 600.0, DEADLINE, 1001.0, DEADLINE + RETENTION, 9999.0]),
     fits=st.booleans(),
     is_running_here=st.booleans(),
+    standing=st.sampled_from(["own", "own", "pending", "void"]),
+    has_fallback=st.booleans(),
     owner_seen=seen_beats,
 )
 
@@ -268,8 +270,10 @@ def test_invariants(s: Situation) -> None:
     exhausted = len(state.faults) >= s.max_faults
 
     # The universal rule: no message of a job that has not ended is ever acked.
-    assert (action is Action.ACK) == (state.is_terminal or has_expired)
-    if state.is_terminal:
+    # Only one that another message of the job has replaced.
+    assert (action is Action.LEAVE) == (not state.is_terminal and s.standing == "void")
+    assert (action is Action.ACK) == (state.is_terminal or (has_expired and action is not Action.LEAVE))
+    if state.is_terminal or s.standing == "void":
         return
     if action in (Action.CLAIM, Action.RUN, Action.HOLD, Action.REQUEUE):
         assert not is_past
@@ -294,9 +298,11 @@ def test_invariants(s: Situation) -> None:
         assert is_owner_alive(owner, s.owner_seen)
     if action is Action.IGNORE:
         assert s.is_running_here
-    if action is Action.EXPIRE_QUEUED:
+    if action in (Action.EXPIRE_QUEUED, Action.FALL_BACK):
         assert not state.was_started
         assert owner is None
+        assert s.has_fallback == (action is Action.FALL_BACK)
+    assert s.standing == "own" or action not in (Action.CLAIM, Action.HOLD)
     if action is Action.DEAD_LETTER:
         assert exhausted
         assert owner is None

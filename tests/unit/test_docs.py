@@ -84,7 +84,7 @@ def known_subjects() -> set[str]:
 def known_streams() -> set[str]:
     names = Names(prefix="<p>")
     jobs, log = names.jobs_stream("model").replace("_model", "_<model>"), names.log_stream(0).replace("_0", "_<shard>")
-    return {jobs, log, names.dead_stream, names.workers_bucket, names.config_bucket}
+    return {jobs, log, names.dead_stream, names.workers_bucket, names.config_bucket, names.usage_bucket}
 
 
 def shown_commands() -> Iterator[tuple[str, list[str]]]:

@@ -1,0 +1,158 @@
+"""The config bucket: read and written as a whole by people, followed live by services."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Final
+
+import msgspec
+from nats.aio.msg import Msg
+
+from headrace.bus.connection import Bus
+from headrace.bus.keyvalue import Bucket, KeyValue
+from headrace.errors import BrokerError, NotProvisionedError
+from headrace.schemas.config import AliasConfig, Config, ModelConfig, TenantConfig
+from headrace.schemas.config_text import Entry, InvalidConfig, decode_entry, key_of, parse_key
+from headrace.schemas.subjects import DEFAULT_TENANT
+
+__all__ = ["ConfigView", "StoredEntry", "read_config", "read_entries", "read_model"]
+
+log = logging.getLogger(__name__)
+
+_LOOK_AGAIN_S: Final = 1.0
+
+
+class StoredEntry(msgspec.Struct, frozen=True):
+    """A key of the bucket as it stands. `entry` is None where it was removed, or where `problem` says what is wrong."""
+
+    key: str
+    revision: int
+    entry: Entry | None
+    problem: str = ""
+
+
+async def read_entries(bus: Bus) -> dict[str, StoredEntry]:
+    """Every key, removed ones included, since their revisions are what a new write must expect.
+
+    Raises NotProvisionedError where there is no bucket, BrokerUnavailableError.
+    """
+    bucket = Bucket(bus, bus.names.config_bucket)
+    if await bucket.last_revision() == 0:
+        return {}
+    return {change.key: _stored(change) async for change in bucket.changes(after=0)}
+
+
+async def read_config(bus: Bus) -> Config:
+    """Everything configured, read now; what is bad is left out, and all of it where nothing is provisioned yet."""
+    try:
+        stored = await read_entries(bus)
+    except NotProvisionedError:
+        return Config()
+    return _config_of({key: each.entry for key, each in stored.items() if each.entry is not None})
+
+
+async def read_model(bus: Bus, model: str) -> ModelConfig:
+    """One model's configuration, read now; the defaults where it has none, a bad one, or nothing is provisioned yet."""
+    try:
+        change = await Bucket(bus, bus.names.config_bucket).get(key_of("models", model))
+    except NotProvisionedError:
+        return ModelConfig()
+    stored = _stored(change) if change is not None else None
+    return stored.entry if stored is not None and isinstance(stored.entry, ModelConfig) else ModelConfig()
+
+
+class ConfigView:
+    """The configuration, kept current: pushed by the broker, and asked for anew each second in case a push was lost.
+
+    A value that cannot be is logged and changes nothing: the one before it stays. `changed` is set at each change;
+    its one reader clears it. `tenants` are all known ones.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._bucket = Bucket(bus, bus.names.config_bucket)
+        self._revision = 0
+        self._entries: dict[str, Entry] = {}
+        self._pushed = asyncio.Event()
+        self.config = Config()
+        self.tenants: frozenset[str] = frozenset({DEFAULT_TENANT})
+        self.changed = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Follow the bucket inside this context. Raises BrokerError where the first reading fails."""
+        subscription = await self._bus.subscribe(f"{self._bucket.prefix}>", cb=self._on_push)
+        try:
+            await self._read()
+            async with asyncio.TaskGroup() as group:
+                task = group.create_task(self._read_for_ever(), name="follow the configuration")
+                try:
+                    yield
+                finally:
+                    task.cancel()
+        finally:
+            if not self._bus.nc.is_closed:
+                await subscription.unsubscribe()
+
+    async def _on_push(self, message: Msg) -> None:
+        self._pushed.set()  # the broker has not yet judged its compare-and-set, so it only says: look now
+
+    async def _read_for_ever(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_AGAIN_S):
+                    await self._pushed.wait()
+            self._pushed.clear()
+            try:
+                await self._read()
+            except BrokerError as error:
+                log.warning("cannot read the configuration; the last one stays: %s", error)
+
+    async def _read(self) -> None:
+        newest = await self._bucket.last_revision()
+        if newest == self._revision:
+            return
+        if newest < self._revision:  # the bucket was made anew
+            self._revision = 0
+            self._entries.clear()
+            self.config = Config()
+        before = self._revision
+        async for change in self._bucket.changes(after=self._revision):
+            self._take(change)
+            self._revision = max(self._revision, change.revision)
+        if self._revision > before:
+            self.config = _config_of(self._entries)
+            self.tenants = frozenset({DEFAULT_TENANT, *self.config.tenants})
+            self.changed.set()
+
+    def _take(self, change: KeyValue) -> None:
+        stored = _stored(change)
+        if stored.problem:
+            kept = "the value before it stays" if change.key in self._entries else "it is left out"
+            log.error("configuration: %s; %s", stored.problem, kept)
+        elif stored.entry is None:
+            self._entries.pop(change.key, None)
+        else:
+            self._entries[change.key] = stored.entry
+
+
+def _stored(change: KeyValue) -> StoredEntry:
+    if change.value is None:
+        return StoredEntry(change.key, change.revision, None)
+    try:
+        return StoredEntry(change.key, change.revision, decode_entry(change.key, change.value))
+    except InvalidConfig as error:
+        return StoredEntry(change.key, change.revision, None, str(error))
+
+
+def _config_of(entries: Mapping[str, Entry]) -> Config:
+    sections: dict[str, dict[str, Any]] = {"tenants": {}, "models": {}, "aliases": {}}
+    for key, entry in entries.items():
+        parsed = parse_key(key)
+        if parsed is not None:
+            sections[parsed[0]][parsed[1]] = entry
+    tenants: dict[str, TenantConfig] = sections["tenants"]
+    models: dict[str, ModelConfig] = sections["models"]
+    aliases: dict[str, AliasConfig] = sections["aliases"]
+    return Config(tenants=tenants, models=models, aliases=aliases)
