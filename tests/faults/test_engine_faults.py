@@ -131,8 +131,10 @@ async def test_a_poison_job_starts_three_times_and_takes_nobody_with_it(
         assert len({event.lost for event in events if event.lost is not None}) == 3
         assert events[-1].is_dead
         print(f"attempts of its neighbours: {sorted(len(reading.attempts) for reading in neighbours)}")
+        # Who the culprit is shows only at the second death: until then all that died together go on together, at once.
         for reading in neighbours:
-            assert len(reading.attempts) < 3
+            assert reading.done is not None
+            assert len(reading.attempts) <= 3
         await check_one_dead_letter(running, "poison")
         await until(lambda: is_empty(running))
 
