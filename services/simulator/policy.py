@@ -1,0 +1,47 @@
+"""What a policy decides: which engine computes a request, and when it is given to it."""
+
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Protocol
+
+import msgspec
+
+from headrace.simulator.clock import Clock
+from headrace.simulator.engine import Engine
+from headrace.simulator.requests import Request
+
+__all__ = ["Ground", "Policy", "PolicyOptions"]
+
+
+class PolicyOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What can be set of the policies; times in seconds.
+
+    `fixed_concurrency` is the limit per worker of the policy of that name. The rest is for ours: DESIGN's figures.
+    """
+
+    fixed_concurrency: int = 32
+    weights: Mapping[str, float] = {}
+    ageing_s: float = 10.0
+    dispatch_s: float = 0.0007
+    hint_wait_s: float = 0.002
+    heartbeat_s: float = 0.5
+    resync_s: float = 0.150
+
+
+class Ground(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy works with. Its randomness is its own, so policies meet the same trace whatever they draw."""
+
+    clock: Clock
+    engines: Sequence[Engine]
+    random: Random
+    options: PolicyOptions
+
+
+class Policy(Protocol):
+    """Gets every arrival once, and is told of every end; it calls `Engine.submit` once for each request."""
+
+    def arrive(self, request: Request) -> None:
+        """It arrived, now."""
+
+    def finished(self, engine: Engine, request: Request) -> None:
+        """It ended on this engine, now."""
