@@ -8,10 +8,10 @@ import msgspec
 from headrace.bus.connection import Bus, Stored
 from headrace.bus.joblog import JobLog
 from headrace.bus.services import IncomingRequest, refuse, reply_with
+from headrace.discipline.position import eta_s, position, waiting_of
 from headrace.errors import BrokerError
 from headrace.lifecycle import Backoff
 from headrace.router.models import Models
-from headrace.router.position import eta_s, position, waiting_of
 from headrace.schemas import events, subjects
 from headrace.schemas.endings import deadline_exceeded, end_of
 from headrace.schemas.events import Event

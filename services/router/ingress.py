@@ -9,12 +9,12 @@ from headrace import telemetry
 from headrace.bus.connection import Bus, Refused, Stored, Unknown
 from headrace.bus.joblog import JobLog
 from headrace.bus.services import IncomingRequest, refuse, reply_with
+from headrace.discipline.position import eta_s, position, retry_after_s, waiting_of
 from headrace.errors import BrokerError
 from headrace.lifecycle import Backoff
 from headrace.router.admission import Wish, check_reply, read_wish
 from headrace.router.deliveries import Deliveries
 from headrace.router.models import Models
-from headrace.router.position import eta_s, position, retry_after_s, waiting_of
 from headrace.router.sizing import Sizing
 from headrace.schemas import events, subjects
 from headrace.schemas.events import AcceptedBody

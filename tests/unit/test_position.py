@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.router.position import eta_s, position, retry_after_s, waiting_of
+from headrace.discipline.position import eta_s, position, retry_after_s, waiting_of
 from headrace.schemas.subjects import QueueName
 from headrace.schemas.workers import Heartbeat, HeldRequest
 
