@@ -26,6 +26,8 @@ class PolicyOptions(msgspec.Struct, frozen=True, kw_only=True):
     hint_wait_s: float = 0.002
     heartbeat_s: float = 0.5
     resync_s: float = 0.150
+    max_held: int = 4
+    max_recent: int = 64
 
 
 class Ground(msgspec.Struct, frozen=True, kw_only=True):

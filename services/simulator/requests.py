@@ -23,6 +23,7 @@ class Request:
         "index",
         "join_step",
         "need_tokens",
+        "num_delivered",
         "num_generated",
         "num_preemptions",
         "num_to_read",
@@ -45,6 +46,7 @@ class Request:
         self.finished_s: float | None = None
         self.cached_tokens = 0
         self.num_preemptions = 0
+        self.num_delivered = 0
         self.num_generated = 0
         self.num_to_read = 0  # prompt tokens the engine has yet to compute
         self.join_step = 0
