@@ -16,7 +16,9 @@ __all__ = ["Ground", "Policy", "PolicyOptions"]
 class PolicyOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What can be set of the policies; times in seconds.
 
-    `fixed_concurrency` is the limit per worker of the policy of that name. The rest is for ours: DESIGN's figures.
+    `fixed_concurrency` is the limit per worker of the policy of that name. The rest is ours: weights by tenant, times
+    as the services have them (`dispatch_s` from publish to fetch), how many requests a worker holds that do not fit,
+    and how many hashes of prefixes its heartbeat carries.
     """
 
     fixed_concurrency: int = 32
@@ -27,7 +29,7 @@ class PolicyOptions(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_s: float = 0.5
     resync_s: float = 0.150
     max_held: int = 4
-    max_recent: int = 64
+    max_recent: int = 128
 
 
 class Ground(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +46,9 @@ class Policy(Protocol):
 
     def arrive(self, request: Request) -> None:
         """It arrived, now."""
+
+    def read(self, engine: Engine, request: Request) -> None:
+        """This engine has read its prompt and made the first token, now."""
 
     def finished(self, engine: Engine, request: Request) -> None:
         """It ended on this engine, now."""

@@ -5,14 +5,16 @@ from typing import Final
 
 import msgspec
 
-from headrace.discipline.affinity import RecentPrefixes
+from headrace.discipline.affinity import RecentPrefixes, num_matching
 from headrace.discipline.choice import charge, order
 from headrace.discipline.placement import Placement, WorkerView, place
 from headrace.discipline.room import Room, Waiter, fetchable_tokens, startable
 from headrace.discipline.shares import Shares
 from headrace.schemas.subjects import QueueName
+from headrace.simulator.ahead import Ahead, warmest
 from headrace.simulator.engine import Engine
 from headrace.simulator.policy import Ground
+from headrace.simulator.prefixhints import TOKENS_PER_BLOCK, landmarks
 from headrace.simulator.queues import Queues
 from headrace.simulator.requests import Request
 
@@ -29,7 +31,7 @@ class _Held(msgspec.Struct, frozen=True):
 class PullWorker:
     """Fetches one request at a time while its ledger has room, and submits to its engine only what fits to the end.
 
-    `others` are the other workers by their last heartbeats; `wake` rings one of them.
+    `others` are the other workers by their last heartbeats; `ring` wakes one of them.
     """
 
     def __init__(
@@ -38,45 +40,44 @@ class PullWorker:
         ground: Ground,
         queues: Queues,
         *,
+        ahead: Ahead | None,
         others: Callable[[str], Sequence[WorkerView]],
-        wake: Callable[[str], None],
+        ring: Callable[[str], None],
     ) -> None:
         self.name: Final = engine.name
         self._engine = engine
         self._clock = ground.clock
         self._options = ground.options
         self._queues = queues
+        self._ahead = ahead
         self._others = others
-        self._wake = wake
-        self._needs: dict[int, int] = {}
-        self._held: list[_Held] = []
+        self._ring = ring
         self._shares = Shares()
         self._recent = RecentPrefixes(size=ground.options.max_recent)
+        self._held: list[_Held] = []
+        self._num_running = 0
+        self._reserved_tokens = 0
+        self._unread: dict[int, int] = {}
+        self._num_unread_tokens = 0
+        self._num_passed = 0  # fetches since the last one of a head
+        self._has_room: bool | None = None  # None: to be found out
         self._is_fetching = False
-        self._is_woken = False
 
     @property
     def room(self) -> Room:
         """By the ledger: the needs of what runs, whatever it uses so far."""
         return Room(
             capacity_tokens=self._engine.model.kv_tokens,
-            reserved_tokens=sum(self._needs.values()),
+            reserved_tokens=self._reserved_tokens,
             max_concurrency=self._engine.model.max_concurrency,
-            num_running=len(self._needs),
+            num_running=self._num_running,
         )
 
     @property
     def can_fetch(self) -> bool:
         """Whether it is a member of the wake group."""
-        return (
-            fetchable_tokens(
-                self.room,
-                self._waiters(),
-                ageing_s=self._options.ageing_s,
-                max_waiters=self._options.max_held,
-            )
-            > 0
-        )
+        is_reading = self._ahead is not None and self._num_unread_tokens >= self._ahead.max_unread_tokens
+        return not is_reading and self._can_hold()
 
     def view(self) -> WorkerView:
         """What a heartbeat sent now would say."""
@@ -84,72 +85,111 @@ class PullWorker:
             worker=self.name, room=self.room, num_waiting=len(self._held), prefixes=frozenset(self._recent)
         )
 
-    def begin_round(self) -> None:
-        """Choose a queue and fetch from it, if there is room and something waits; at most one fetch at a time."""
-        if self._is_fetching:
-            self._is_woken = True
+    def begin_round(self, *, is_named: bool = False) -> None:
+        """Choose a queue and fetch from it, if there is room and something waits; at most one fetch at a time.
+
+        Each fetch is followed by another round, so a wake that comes during one is not lost.
+        """
+        if self._is_fetching or not self._queues.num_waiting:
             return
-        if not self._queues.num_waiting or not self.can_fetch:
+        if not (self._can_hold() if is_named else self.can_fetch):
             return
         self._is_fetching = True
-        views = self._queues.views(self._clock.now_s)
-        names = order(views, self._shares, ageing_s=self._options.ageing_s)
+        names = order(self._queues.views(self._clock.now_s), self._shares, ageing_s=self._options.ageing_s)
         self._clock.after(self._options.dispatch_s / 2, lambda: self._fetched(names))
 
+    def read(self, request: Request) -> None:
+        """It has its first token: there may be time to read another prompt."""
+        self._num_unread_tokens -= self._unread.pop(request.index)
+        if self._ahead is not None:
+            self.begin_round()
+
     def finished(self, request: Request) -> None:
-        """It ended: its memory is free, its queue gets back what it did not use of what was charged."""
-        del self._needs[request.index]
+        """It ended: its memory is free, and its queue gets back what it did not use of what was charged."""
+        self._num_running -= 1
+        self._reserved_tokens -= request.need_tokens
         arrival = request.arrival
-        unused = request.need_tokens - arrival.prompt_tokens - arrival.output_tokens
-        self._charge(request, -unused)
+        self._refund(request, request.need_tokens - arrival.prompt_tokens - arrival.output_tokens)
         self._start_held()
         self.begin_round()
+
+    def _can_hold(self) -> bool:
+        if self._has_room is None or self._held:  # those that are held age
+            tokens = fetchable_tokens(
+                self.room, self._waiters(), ageing_s=self._options.ageing_s, max_waiters=self._options.max_held
+            )
+            self._has_room = tokens > 0
+        return self._has_room
 
     def _fetched(self, names: Sequence[QueueName]) -> None:
         self._is_fetching = False
         for name in names:
             views = self._queues.views(self._clock.now_s)
-            request = self._queues.fetch(name)
+            request = self._queues.fetch(name, self._chosen(name))
             if request is not None:
                 charge(views, self._shares, name, request.need_tokens, ageing_s=self._options.ageing_s)
                 self._accept(request)
                 break
-        self._is_woken = False
         self.begin_round()
 
+    def _chosen(self, name: QueueName) -> int:
+        """Which of the queue to take: its head, unless this worker looks further."""
+        if self._ahead is None:
+            return 0
+        heads = self._queues.heads(name, self._ahead.num_ahead)
+        if not heads:
+            return 0
+        index = warmest(
+            [request.hashes for request in heads],
+            frozenset(self._recent),
+            is_heads_turn=self._num_passed + 1 >= self._ahead.head_every,
+        )
+        self._num_passed = self._num_passed + 1 if index else 0
+        return index
+
     def _accept(self, request: Request) -> None:
+        request.num_delivered += 1
         self._held.append(_Held(request, self._clock.now_s))
         self._start_held()
-        if self._held and self._held[-1].request is request:
-            request.num_delivered += 1
-            placement, target = place(
-                request.need_tokens, self.room, self._others(self.name), num_delivered=request.num_delivered
-            )
-            if placement is not Placement.HOLD:
-                self._held.pop()
-                self._charge(request, -request.need_tokens)
-                self._clock.after(self._options.dispatch_s / 2, lambda: self._hand_back(request, target))
+        if not self._held or self._held[-1].request is not request:
+            return
+        placement, target = place(
+            request.need_tokens, self.room, self._others(self.name), num_delivered=request.num_delivered
+        )
+        if placement is not Placement.HOLD:
+            self._held.pop()
+            self._has_room = None
+            self._refund(request, request.need_tokens)
+            self._clock.after(self._options.dispatch_s / 2, lambda: self._hand_back(request, target))
 
     def _hand_back(self, request: Request, target: str | None) -> None:
         self._queues.put(request, at_head=True)
         if target is not None:
-            self._wake(target)
+            self._ring(target)
 
     def _start_held(self) -> None:
+        self._has_room = None
+        if not self._held:
+            return
         starting = startable(self.room, self._waiters(), ageing_s=self._options.ageing_s)
         chosen = [self._held[index].request for index in starting]
-        self._held = [each for index, each in enumerate(self._held) if index not in set(starting)]
+        self._held = [each for index, each in enumerate(self._held) if index not in starting]
         for request in chosen:
-            self._needs[request.index] = request.need_tokens
-            self._recent.note(request.hashes)
-            self._engine.submit(request)
+            self._start(request)
+
+    def _start(self, request: Request) -> None:
+        self._num_running += 1
+        self._reserved_tokens += request.need_tokens
+        num_known = num_matching(request.hashes, frozenset(self._recent)) * TOKENS_PER_BLOCK
+        self._unread[request.index] = max(1, request.arrival.prompt_tokens - num_known)
+        self._num_unread_tokens += self._unread[request.index]
+        self._recent.note(landmarks(request.hashes))
+        self._engine.submit(request)
 
     def _waiters(self) -> list[Waiter]:
         now_s = self._clock.now_s
-        return [
-            Waiter(need_tokens=each.request.need_tokens, waited_s=now_s - each.since_s) for each in self._held
-        ]
+        return [Waiter(need_tokens=each.request.need_tokens, waited_s=now_s - each.since_s) for each in self._held]
 
-    def _charge(self, request: Request, tokens: float) -> None:
+    def _refund(self, request: Request, tokens: int) -> None:
         views = self._queues.views(self._clock.now_s)
-        charge(views, self._shares, request.queue, tokens, ageing_s=self._options.ageing_s)
+        charge(views, self._shares, request.queue, -tokens, ageing_s=self._options.ageing_s)

@@ -1,5 +1,6 @@
 """The broker's side of our policy: a queue for each lane and tenant, first in, first out."""
 
+import itertools
 from collections import deque
 from collections.abc import Mapping
 
@@ -27,13 +28,19 @@ class Queues:
             queue.append(request)
         self.num_waiting += 1
 
-    def fetch(self, name: QueueName) -> Request | None:
-        """The head of a queue; None if it is empty."""
+    def heads(self, name: QueueName, number: int) -> list[Request]:
+        """The first so many of a queue; fewer if there are no more."""
+        return list(itertools.islice(self._waiting.get(name, ()), number))
+
+    def fetch(self, name: QueueName, index: int = 0) -> Request | None:
+        """Take the head of a queue, or the one at that index; None if there is none."""
         queue = self._waiting.get(name)
-        if not queue:
+        if queue is None or index >= len(queue):
             return None
+        request = queue[index]
+        del queue[index]
         self.num_waiting -= 1
-        return queue.popleft()
+        return request
 
     def views(self, now_s: float) -> list[QueueView]:
         """All that have something waiting."""

@@ -27,7 +27,6 @@ class Request:
         "num_generated",
         "num_preemptions",
         "num_to_read",
-        "preferred",
         "queue",
         "started_s",
         "worker",
@@ -39,7 +38,6 @@ class Request:
         self.need_tokens = need_tokens
         self.queue = QueueName(lane=arrival.lane, queue=arrival.tenant)
         self.hashes: tuple[str, ...] = ()
-        self.preferred: str | None = None
         self.worker: str | None = None
         self.started_s: float | None = None
         self.first_token_s: float | None = None

@@ -1,5 +1,6 @@
 """One trace under one policy: what happened to each request, and to the engines."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from types import MappingProxyType
@@ -7,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from headrace.simulator.ahead import Ahead
 from headrace.simulator.clock import Clock
 from headrace.simulator.engine import Engine
 from headrace.simulator.fixed import FixedConcurrency
@@ -22,6 +24,7 @@ __all__ = ["POLICIES", "Outcome", "simulate"]
 POLICIES: Final[Mapping[str, Callable[[Ground], Policy]]] = MappingProxyType(
     {
         "headrace": Pull,
+        "headrace-ahead": functools.partial(Pull, ahead=Ahead()),
         "round-robin": RoundRobin,
         "least-requests": LeastRequests,
         "fixed-concurrency": FixedConcurrency,
@@ -62,6 +65,9 @@ def simulate(
     reserved = dict.fromkeys((f"w{number}" for number in range(num_workers)), 0)
     peak = dict(reserved)
 
+    def on_read(engine: Engine, request: Request) -> None:
+        chosen.read(engine, request)
+
     def on_finished(engine: Engine, request: Request) -> None:
         nonlocal num_ended
         num_ended += 1
@@ -69,7 +75,7 @@ def simulate(
             on_progress(num_ended)
         chosen.finished(engine, request)
 
-    engines = [Engine(name, model, clock, on_finished) for name in reserved]
+    engines = [Engine(name, model, clock, on_read=on_read, on_finished=on_finished) for name in reserved]
     chosen = POLICIES[policy](
         Ground(clock=clock, engines=engines, random=Random(f"{seed} policy"), options=options)
     )
