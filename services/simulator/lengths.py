@@ -2,11 +2,11 @@
 
 Only summary figures are used, no trace is copied:
 
-- conversations: the Azure conversation trace of November 2023 has a median prompt of 1,020 and a median answer of 129 tokens
-  (Patel et al., "Splitwise: Efficient generative LLM inference using phase splitting", ISCA 2024, section III);
+- conversations: the Azure conversation trace of November 2023 has a median prompt of 1,020 and a median answer of 129
+  tokens (Patel et al., "Splitwise: Efficient generative LLM inference using phase splitting", ISCA 2024, section III);
 - code completion: its coding trace has a median prompt of 1,500 and a median answer of 13 tokens (ibid.);
-- short chats: ShareGPT has a mean prompt of 161 and a mean answer of 338 tokens (Kwon et al., "Efficient memory management
-  for LLM serving with PagedAttention", SOSP 2023, section 6.1).
+- short chats: ShareGPT has a mean prompt of 161 and a mean answer of 338 tokens (Kwon et al., "Efficient memory
+  management for LLM serving with PagedAttention", SOSP 2023, section 6.1).
 
 The spreads are ours, chosen so that both tails look like the published plots: a log-normal with sigma 1 has its 99th
 percentile at ten times the median. Published lengths are close to log-normal, not exactly.

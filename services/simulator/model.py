@@ -54,7 +54,9 @@ def seconds_per_request(model: EngineModel, arrivals: Sequence[Arrival]) -> floa
     prompt = sum(each.prompt_tokens for each in arrivals) / num
     fresh = prompt - sum(each.prefix_tokens for each in arrivals) / num
     output = sum(each.output_tokens for each in arrivals) / num
-    context = sum((each.prompt_tokens + each.output_tokens / 2) * each.output_tokens for each in arrivals) / num / output
+    context = (
+        sum((each.prompt_tokens + each.output_tokens / 2) * each.output_tokens for each in arrivals) / num / output
+    )
     private = context - (prompt - fresh)
     batch = max(1.0, min(model.max_concurrency, model.kv_tokens / max(private, 1.0)))
     per_token_s = max(model.weights_s / batch, model.token_s) + context * model.context_token_s

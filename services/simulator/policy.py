@@ -29,7 +29,7 @@ class PolicyOptions(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_s: float = 0.5
     resync_s: float = 0.150
     max_held: int = 4
-    max_recent: int = 128
+    max_recent: int = 256
 
 
 class Ground(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,8 +18,8 @@ __all__ = ["Pull"]
 class Pull:
     """A request is queued; its wake rings the worker that the hint names, and one member of the wake group at random.
 
-    Who is woken and not named waits `hint_wait_s` first. A worker with room also looks every `resync_s` while anything
-    is unfinished, and whenever one of its requests ends. Router and workers know of each other by heartbeats alone,
+    Who is woken and not named waits `hint_wait_s` first. A worker also looks every `resync_s` while anything is
+    unfinished, and when it gets room again. Router and workers know of each other by heartbeats alone,
     which are up to `heartbeat_s` old. With `ahead`, workers look past the head of a queue.
     """
 
@@ -40,9 +40,9 @@ class Pull:
         """It is queued, and the wakes go out."""
         self._num_open += 1
         request.hashes = hashes_of(request.index, request.arrival)
-        named = preferred(request.hashes, list(self._beats.values()), request.need_tokens)
+        request.named = preferred(request.hashes, list(self._beats.values()), request.need_tokens)
         self._queues.put(request)
-        self._clock.after(self._options.dispatch_s / 2, lambda: self._wake(named))
+        self._clock.after(self._options.dispatch_s / 2, lambda: self._wake(request.named))
         if not self._num_ticking:
             self._start_ticking()
 
@@ -95,4 +95,4 @@ class Pull:
         self._beats[name] = self._workers[name].view()
 
     def _resync(self, name: str) -> None:
-        self._workers[name].begin_round()
+        self._workers[name].look()

@@ -62,6 +62,7 @@ class PullWorker:
         self._num_passed = 0  # fetches since the last one of a head
         self._has_room: bool | None = None  # None: to be found out
         self._is_fetching = False
+        self._is_behind = False
 
     @property
     def room(self) -> Room:
@@ -88,7 +89,7 @@ class PullWorker:
     def begin_round(self, *, is_named: bool = False) -> None:
         """Choose a queue and fetch from it, if there is room and something waits; at most one fetch at a time.
 
-        Each fetch is followed by another round, so a wake that comes during one is not lost.
+        Each fetch is followed by another look, so a wake that comes during one is not lost.
         """
         if self._is_fetching or not self._queues.num_waiting:
             return
@@ -98,11 +99,21 @@ class PullWorker:
         names = order(self._queues.views(self._clock.now_s), self._shares, ageing_s=self._options.ageing_s)
         self._clock.after(self._options.dispatch_s / 2, lambda: self._fetched(names))
 
+    def look(self) -> None:
+        """A round without a wake: at once if what it fetched last had waited, else as if woken and not named.
+
+        What was published a moment ago is about to be fetched by the worker that its hint names.
+        """
+        if self._is_behind:
+            self.begin_round()
+        elif self._queues.num_waiting:
+            self._clock.after(self._options.hint_wait_s, self.begin_round)
+
     def read(self, request: Request) -> None:
         """It has its first token: there may be time to read another prompt."""
         self._num_unread_tokens -= self._unread.pop(request.index)
         if self._ahead is not None:
-            self.begin_round()
+            self.look()
 
     def finished(self, request: Request) -> None:
         """It ended: its memory is free, and its queue gets back what it did not use of what was charged."""
@@ -111,7 +122,7 @@ class PullWorker:
         arrival = request.arrival
         self._refund(request, request.need_tokens - arrival.prompt_tokens - arrival.output_tokens)
         self._start_held()
-        self.begin_round()
+        self.look()
 
     def _can_hold(self) -> bool:
         if self._has_room is None or self._held:  # those that are held age
@@ -127,10 +138,11 @@ class PullWorker:
             views = self._queues.views(self._clock.now_s)
             request = self._queues.fetch(name, self._chosen(name))
             if request is not None:
+                self._is_behind = not self._is_fresh(request)
                 charge(views, self._shares, name, request.need_tokens, ageing_s=self._options.ageing_s)
                 self._accept(request)
                 break
-        self.begin_round()
+        self.look()
 
     def _chosen(self, name: QueueName) -> int:
         """Which of the queue to take: its head, unless this worker looks further."""
@@ -149,6 +161,9 @@ class PullWorker:
 
     def _accept(self, request: Request) -> None:
         request.num_delivered += 1
+        if request.num_delivered == 1 and request.named not in (None, self.name) and self._is_fresh(request):
+            self._give_back(request, request.named)
+            return
         self._held.append(_Held(request, self._clock.now_s))
         self._start_held()
         if not self._held or self._held[-1].request is not request:
@@ -159,13 +174,21 @@ class PullWorker:
         if placement is not Placement.HOLD:
             self._held.pop()
             self._has_room = None
-            self._refund(request, request.need_tokens)
-            self._clock.after(self._options.dispatch_s / 2, lambda: self._hand_back(request, target))
+            self._give_back(request, target)
 
-    def _hand_back(self, request: Request, target: str | None) -> None:
-        self._queues.put(request, at_head=True)
-        if target is not None:
-            self._ring(target)
+    def _is_fresh(self, request: Request) -> bool:
+        """Whether the worker that its hint names is about to fetch it."""
+        return self._clock.now_s - request.arrival.time_s <= self._options.dispatch_s + self._options.hint_wait_s
+
+    def _give_back(self, request: Request, target: str | None) -> None:
+        self._refund(request, request.need_tokens)
+
+        def put() -> None:
+            self._queues.put(request, at_head=True)
+            if target is not None:
+                self._ring(target)
+
+        self._clock.after(self._options.dispatch_s / 2, put)
 
     def _start_held(self) -> None:
         self._has_room = None

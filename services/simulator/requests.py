@@ -22,6 +22,7 @@ class Request:
         "hashes",
         "index",
         "join_step",
+        "named",
         "need_tokens",
         "num_delivered",
         "num_generated",
@@ -38,6 +39,7 @@ class Request:
         self.need_tokens = need_tokens
         self.queue = QueueName(lane=arrival.lane, queue=arrival.tenant)
         self.hashes: tuple[str, ...] = ()
+        self.named: str | None = None  # whom the router's hint names
         self.worker: str | None = None
         self.started_s: float | None = None
         self.first_token_s: float | None = None

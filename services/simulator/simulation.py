@@ -37,8 +37,8 @@ POLICIES: Final[Mapping[str, Callable[[Ground], Policy]]] = MappingProxyType(
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What is left when the last request has ended.
 
-    `refused` are arrivals that no engine could hold even alone; they go to no policy. `peak_reserved` is the largest
-    sum of needs that ran on one engine at a time, by engine.
+    `refused` are arrivals that no engine could hold even alone; they go to no policy. `used_ratio` is the memory held
+    by running requests, as a mean over time and engines.
     """
 
     requests: Sequence[Request]
@@ -46,7 +46,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     end_s: float
     used_ratio: float
     num_preemptions: int
-    peak_reserved: Mapping[str, int]
 
 
 def simulate(
@@ -62,8 +61,6 @@ def simulate(
     """Play the trace until every request has ended; `on_progress` hears of each end, with the number ended so far."""
     clock = Clock()
     num_ended = 0
-    reserved = dict.fromkeys((f"w{number}" for number in range(num_workers)), 0)
-    peak = dict(reserved)
 
     def on_read(engine: Engine, request: Request) -> None:
         chosen.read(engine, request)
@@ -75,11 +72,12 @@ def simulate(
             on_progress(num_ended)
         chosen.finished(engine, request)
 
-    engines = [Engine(name, model, clock, on_read=on_read, on_finished=on_finished) for name in reserved]
-    chosen = POLICIES[policy](
-        Ground(clock=clock, engines=engines, random=Random(f"{seed} policy"), options=options)
-    )
-    requests, refused = [], []
+    engines = [
+        Engine(f"w{number}", model, clock, on_read=on_read, on_finished=on_finished) for number in range(num_workers)
+    ]
+    chosen = POLICIES[policy](Ground(clock=clock, engines=engines, random=Random(f"{seed} policy"), options=options))
+    requests: list[Request] = []
+    refused: list[Arrival] = []
     for arrival in arrivals:
         need = model.need_tokens(arrival)
         if need > model.kv_tokens:
@@ -96,7 +94,6 @@ def simulate(
         end_s=end_s,
         used_ratio=used_token_s / (end_s * num_workers * model.kv_tokens) if end_s else 0.0,
         num_preemptions=sum(engine.num_preemptions for engine in engines),
-        peak_reserved=peak,
     )
 
 
