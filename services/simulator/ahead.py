@@ -1,4 +1,4 @@
-"""A proposal on top of the discipline: look past the head of a queue for a warm prefix, and read one prompt at a time."""
+"""A proposal on top of the discipline: look past the head of a queue for a warm prefix, read one prompt at a time."""
 
 from collections.abc import Sequence
 

@@ -161,6 +161,7 @@ class PullWorker:
 
     def _accept(self, request: Request) -> None:
         request.num_delivered += 1
+        request.fetched_s = self._clock.now_s
         if request.num_delivered == 1 and request.named not in (None, self.name) and self._is_fresh(request):
             self._give_back(request, request.named)
             return

@@ -9,13 +9,14 @@ __all__ = ["Request"]
 class Request:
     """One arrival being served: identity by `index`, its place in the trace; times in seconds of virtual time.
 
-    `started_s` is when an engine first began to compute it, `first_token_s` and `finished_s` speak for themselves;
-    `cached_tokens` is what it found cached then. All None or 0 until they happen.
+    `fetched_s` is when a worker last took it from our queues, `started_s` when an engine first began to compute it, and
+    `cached_tokens` what it found cached then. All None or 0 until they happen.
     """
 
     __slots__ = (
         "arrival",
         "cached_tokens",
+        "fetched_s",
         "finish_step",
         "finished_s",
         "first_token_s",
@@ -41,6 +42,7 @@ class Request:
         self.hashes: tuple[str, ...] = ()
         self.named: str | None = None  # whom the router's hint names
         self.worker: str | None = None
+        self.fetched_s: float | None = None
         self.started_s: float | None = None
         self.first_token_s: float | None = None
         self.finished_s: float | None = None
