@@ -90,7 +90,8 @@ def _ticks(low: float, high: float) -> Sequence[float]:
     rough = span / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = power * next(factor for factor in (1, 2, 5, 10) if factor * power >= rough)
-    first, last = math.floor(low / step), math.ceil(high / step)
+    first = math.floor(low / step)
+    last = max(first + 1, math.ceil(high / step))
     return [number * step for number in range(first, last + 1)]
 
 

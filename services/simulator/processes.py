@@ -35,13 +35,18 @@ def poisson(rate: float, duration_s: float, random: Random) -> Iterator[float]:
 
 
 def modulated(mean_rate: float, bursts: Bursts, duration_s: float, random: Random) -> Iterator[float]:
-    """Times of a bursty process with this mean rate; it starts calm."""
-    start_s, is_burst = 0.0, False
+    """Times of a bursty process with this mean rate; it starts calm. The bursts are the same at every rate."""
     calm_rate = bursts.calm_rate(mean_rate)
-    while start_s < duration_s:
-        length_s = random.expovariate(1 / (bursts.burst_s if is_burst else bursts.calm_s))
-        length_s = min(length_s, duration_s - start_s)
+    for start_s, length_s, is_burst in list(_phases(bursts, duration_s, random)):
         rate = calm_rate * (bursts.factor if is_burst else 1.0)
         for time_s in poisson(rate, length_s, random):
             yield start_s + time_s
+
+
+def _phases(bursts: Bursts, duration_s: float, random: Random) -> Iterator[tuple[float, float, bool]]:
+    """Start, length, and whether it is a burst."""
+    start_s, is_burst = 0.0, False
+    while start_s < duration_s:
+        length_s = min(random.expovariate(1 / (bursts.burst_s if is_burst else bursts.calm_s)), duration_s - start_s)
+        yield start_s, length_s, is_burst
         start_s, is_burst = start_s + length_s, not is_burst

@@ -54,6 +54,7 @@ class PullWorker:
         self._ring = ring
         self._shares = Shares()
         self._recent = RecentPrefixes(size=ground.options.max_recent)
+        self._prefixes: frozenset[str] = frozenset()  # what it recalls
         self._held: list[_Held] = []
         self._num_running = 0
         self._reserved_tokens = 0
@@ -82,9 +83,7 @@ class PullWorker:
 
     def view(self) -> WorkerView:
         """What a heartbeat sent now would say."""
-        return WorkerView(
-            worker=self.name, room=self.room, num_waiting=len(self._held), prefixes=frozenset(self._recent)
-        )
+        return WorkerView(worker=self.name, room=self.room, num_waiting=len(self._held), prefixes=self._prefixes)
 
     def begin_round(self, *, is_named: bool = False) -> None:
         """Choose a queue and fetch from it, if there is room and something waits; at most one fetch at a time.
@@ -153,7 +152,7 @@ class PullWorker:
             return 0
         index = warmest(
             [request.hashes for request in heads],
-            frozenset(self._recent),
+            self._prefixes,
             is_heads_turn=self._num_passed + 1 >= self._ahead.head_every,
         )
         self._num_passed = self._num_passed + 1 if index else 0
@@ -204,10 +203,12 @@ class PullWorker:
     def _start(self, request: Request) -> None:
         self._num_running += 1
         self._reserved_tokens += request.need_tokens
-        num_known = num_matching(request.hashes, frozenset(self._recent)) * TOKENS_PER_BLOCK
+        num_known = num_matching(request.hashes, self._prefixes) * TOKENS_PER_BLOCK
         self._unread[request.index] = max(1, request.arrival.prompt_tokens - num_known)
         self._num_unread_tokens += self._unread[request.index]
-        self._recent.note(landmarks(request.hashes))
+        if request.hashes:
+            self._recent.note(landmarks(request.hashes))
+            self._prefixes = frozenset(self._recent)
         self._engine.submit(request)
 
     def _waiters(self) -> list[Waiter]:

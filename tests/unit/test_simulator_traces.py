@@ -98,7 +98,7 @@ def test_bursts_are_bursts() -> None:
     ],
 )
 def test_a_bad_line_is_named(line: str, what: str) -> None:
-    with pytest.raises(TraceError, match="^line 3: ") as caught:
+    with pytest.raises(TraceError, match=r"^line 3: ") as caught:
         read_trace([GOOD, "", line])
     assert what in str(caught.value)
 
