@@ -9,33 +9,23 @@ import msgspec
 from headrace.discipline.room import Room
 from headrace.schemas.workers import Heartbeat, WorkerState
 
-__all__ = [
-    "MAX_HAND_BACKS",
-    "MAX_HAND_BACKS_TO_IDLE",
-    "Placement",
-    "WorkerView",
-    "hand_back_delay_s",
-    "place",
-    "view_of",
-]
+__all__ = ["MAX_HAND_BACKS", "MAX_HAND_BACKS_TO_IDLE", "Placement", "WorkerView", "patience_s", "place", "view_of"]
 
 MAX_HAND_BACKS: Final = 3
-"""Deliveries after which a request is given only to a worker that does nothing at all."""
+"""Deliveries after which a request is given at once only to a worker that does nothing at all."""
 MAX_HAND_BACKS_TO_IDLE: Final = 8
 """Deliveries after which one that fits here, in time, stays."""
-_FIRST_DELAY_S: Final = 0.25
-_MAX_DELAY_S: Final = 8.0
+_FIRST_PATIENCE_S: Final = 0.25
+_MAX_PATIENCE_S: Final = 2.0
 
 
 class Placement(enum.Enum):
     """What becomes of it."""
 
     HOLD = "hold"
-    """Keep it until there is room here."""
+    """Keep it, and ask again."""
     HAND_BACK = "hand_back"
-    """The worker named would start it now."""
-    HAND_BACK_LATER = "hand_back_later"
-    """It can never run here; the worker named could run it, not now. Hand back with a delay."""
+    """Give it back to its queue and wake the worker named, which would start it, or could in time where this cannot."""
     NEVER = "never"
     """No live worker of the pool could ever run it."""
 
@@ -88,31 +78,38 @@ def view_of(beat: Heartbeat, *, prefixes: Iterable[str] = ()) -> WorkerView:
 
 
 def place(
-    need_tokens: int, room: Room, others: Sequence[WorkerView], *, num_delivered: int
+    need_tokens: int, room: Room, others: Sequence[WorkerView], *, num_delivered: int, held_s: float = 0.0
 ) -> tuple[Placement, str | None]:
-    """What to do with a fetched request that does not start now, and the worker it is meant for, if any.
+    """What to do with a fetched request that `startable` does not name, and the worker it is meant for, if any.
 
-    `others` are the other live workers of the pool; `num_delivered` is the broker's count, 1 at the first. A request
-    goes only to a worker that would start it now, the one with most room; after `MAX_HAND_BACKS` deliveries only to
-    an idle one, after `MAX_HAND_BACKS_TO_IDLE` it stays. So it cannot go round for ever, even by stale heartbeats.
-    One that can never run here goes back in any case.
+    Either it does not fit now, or room is kept for another. To be asked as it comes, when a heartbeat changes, and at
+    each look around. `others` are the other live workers of the pool, `num_delivered` is the broker's count, 1 at the
+    first, and `held_s` how long it has been here this time.
+
+    It goes to the worker with most room of those that would start it now: at once up to `MAX_HAND_BACKS` deliveries,
+    then to an idle one only, and after `MAX_HAND_BACKS_TO_IDLE` it stays. So it cannot go round for ever, even by
+    heartbeats that are out of date. One that can never run here goes on being handed back, to one that could run it
+    in time if need be, but then only after a while (`patience_s`).
     """
     able = [other for other in others if other.could_ever_run(need_tokens)]
     ready = [other for other in able if other.would_start(need_tokens)]
-    if not room.could_ever_fit(need_tokens):
-        if ready:
-            return Placement.HAND_BACK, _roomiest(ready).worker
-        return (Placement.HAND_BACK_LATER, _roomiest(able).worker) if able else (Placement.NEVER, None)
-    if room.fits(need_tokens) or num_delivered > MAX_HAND_BACKS_TO_IDLE:
-        return Placement.HOLD, None
-    if num_delivered > MAX_HAND_BACKS:
-        ready = [other for other in ready if other.is_idle]
-    return (Placement.HAND_BACK, _roomiest(ready).worker) if ready else (Placement.HOLD, None)
+    is_quick = num_delivered <= MAX_HAND_BACKS
+    if room.could_ever_fit(need_tokens):
+        if not is_quick:
+            ready = [other for other in ready if other.is_idle]
+        goes = ready if num_delivered <= MAX_HAND_BACKS_TO_IDLE else []
+    elif not able:
+        return Placement.NEVER, None
+    elif ready:
+        goes = ready if is_quick or held_s >= _FIRST_PATIENCE_S else []
+    else:
+        goes = able if held_s >= patience_s(num_delivered) else []
+    return (Placement.HAND_BACK, _roomiest(goes).worker) if goes else (Placement.HOLD, None)
 
 
-def hand_back_delay_s(num_delivered: int) -> float:
-    """Seconds for which `HAND_BACK_LATER` keeps a request from everybody: 0.25, doubled at each delivery, at most 8."""
-    return min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(16, max(0, num_delivered - 1)))
+def patience_s(num_delivered: int) -> float:
+    """Seconds to hold what can never run here and nobody would start: 0.25, doubled at each delivery, at most 2."""
+    return min(_MAX_PATIENCE_S, _FIRST_PATIENCE_S * 2.0 ** min(16, max(0, num_delivered - 1)))
 
 
 def _roomiest(workers: Sequence[WorkerView]) -> WorkerView:

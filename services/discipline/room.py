@@ -65,9 +65,9 @@ class _Plan(msgspec.Struct, frozen=True):
 
 
 def startable(room: Room, waiters: Sequence[Waiter], *, ageing_s: float) -> list[int]:
-    """Indexes of the waiters to start now, in this order; `waiters` come in order of arrival.
+    """Indexes of the waiters to start now, in this order; `waiters` come by lane, then in order of arrival.
 
-    Interrupted ones go first, then by arrival. Smaller ones start around one that does not fit, until that one has
+    Interrupted ones go first, then as they come. Smaller ones start around one that does not fit, until that one has
     waited `ageing_s`: then the room is kept for it, and nothing behind it starts. For an interrupted one room is kept
     at once. One that does not fit an empty worker keeps nothing from anybody.
     """

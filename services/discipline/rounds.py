@@ -21,9 +21,10 @@ class Rounds(Generic[K]):
     served to each and no service above M: |S_i/w_i - S_j/w_j| <= quantum + M/w_i + M/w_j. With equal weights of 1
     that is the 2·Max + Q of 1995.
 
-    Who is idle saves nothing up: credit is dropped. Debt stays until the rounds of the others have paid it, so that
-    one who never has two waiting is charged like the rest. Who is passed over forfeits the turn, as in any round robin.
-    A weight that is missing is 1; weights are above 0. Size: everybody backlogged or in debt.
+    Who is idle saves nothing up: at the next round its credit is gone. Its debt stays until the rounds of the others
+    have paid it; so the bound above holds one-sidedly too: who comes and goes gets no more than who stays. Who is
+    passed over forfeits the turn, as in any round robin. A weight that is missing is 1; weights are above 0.
+    Remembers whoever is backlogged, in debt, or had a turn this round.
     """
 
     def __init__(self, *, quantum_tokens: float = 1.0) -> None:
@@ -49,30 +50,25 @@ class Rounds(Generic[K]):
         with no credit.
         """
         waiting = dict.fromkeys(backlogged)
-        if tokens <= 0:
-            balances = self._joined(waiting, weights)
-            if key in balances:
-                balances[key] -= tokens
-                if key not in waiting:
-                    balances[key] = min(0.0, balances[key])
-        else:
+        if tokens > 0:
             waiting[key] = None
-            balances = self._joined(waiting, weights)
-            num_rounds = self._num_rounds(balances[key], weights.get(key, 1.0))
-            if num_rounds:
-                balances = {
-                    each: self._after(balance, num_rounds, weights.get(each, 1.0), is_idle=each not in waiting)
-                    for each, balance in balances.items()
-                }
+        balances = self._joined(waiting, weights)
+        if tokens > 0:
+            balances = self._advanced(
+                balances, self._num_rounds(balances[key], weights.get(key, 1.0)), waiting, weights
+            )
             balances[key] -= tokens
+        elif key in waiting:
+            balances[key] -= tokens
+        elif balances.get(key, 0.0) < 0:
+            balances[key] = min(0.0, balances[key] - tokens)
         self._balances = balances
 
     def _joined(self, waiting: Mapping[K, None], weights: Mapping[K, float]) -> dict[K, float]:
-        """Balances of those that wait, and the debts of those that do not."""
-        balances = {key: balance for key, balance in self._balances.items() if key in waiting or balance < 0}
-        for key in waiting:
-            balances.setdefault(key, self._quantum_tokens * weights.get(key, 1.0))
-        return balances
+        """The balances, with a newcomer's first quantum: its turn is the last of this round."""
+        return self._balances | {
+            key: self._quantum_tokens * weights.get(key, 1.0) for key in waiting if key not in self._balances
+        }
 
     def _num_rounds(self, balance: float, weight: float) -> int:
         """Rounds until the balance is above zero."""
@@ -82,7 +78,18 @@ class Rounds(Generic[K]):
         num_rounds = math.floor(-balance / gain) + 1
         return num_rounds if balance + num_rounds * gain > 0 else num_rounds + 1
 
-    def _after(self, balance: float, num_rounds: int, weight: float, *, is_idle: bool) -> float:
-        gain = self._quantum_tokens * weight
-        most = 0.0 if is_idle else gain
-        return balance if balance >= most else min(most, balance + num_rounds * gain)
+    def _advanced(
+        self, balances: Mapping[K, float], num_rounds: int, waiting: Mapping[K, None], weights: Mapping[K, float]
+    ) -> dict[K, float]:
+        """The balances after so many rounds; who is idle and out of debt is forgotten."""
+        if num_rounds == 0:
+            return dict(balances)
+        after: dict[K, float] = {}
+        for key, balance in balances.items():
+            gain = self._quantum_tokens * weights.get(key, 1.0)
+            paid = balance + num_rounds * gain
+            if key in waiting:
+                after[key] = max(balance, min(gain, paid))
+            elif paid < 0:
+                after[key] = paid
+        return after
