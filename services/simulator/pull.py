@@ -95,4 +95,5 @@ class Pull:
         self._beats[name] = self._workers[name].view()
 
     def _resync(self, name: str) -> None:
+        self._workers[name].place_held()
         self._workers[name].look()

@@ -3,14 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import msgspec
-
 from headrace.discipline.affinity import RecentPrefixes, num_matching
 from headrace.discipline.choice import charge, order
 from headrace.discipline.placement import Placement, WorkerView, place
 from headrace.discipline.room import Room, Waiter, fetchable_tokens, startable
 from headrace.discipline.shares import Shares
-from headrace.schemas.subjects import QueueName
+from headrace.schemas.subjects import LANES, QueueName
 from headrace.simulator.ahead import Ahead, warmest
 from headrace.simulator.engine import Engine
 from headrace.simulator.policy import Ground
@@ -19,13 +17,6 @@ from headrace.simulator.queues import Queues
 from headrace.simulator.requests import Request
 
 __all__ = ["PullWorker"]
-
-
-class _Held(msgspec.Struct, frozen=True):
-    """A fetched request that waits here for room."""
-
-    request: Request
-    since_s: float
 
 
 class PullWorker:
@@ -55,7 +46,7 @@ class PullWorker:
         self._shares = Shares()
         self._recent = RecentPrefixes(size=ground.options.max_recent)
         self._prefixes: frozenset[str] = frozenset()  # what it recalls
-        self._held: list[_Held] = []
+        self._held: list[Request] = []  # by lane, then as they came
         self._num_running = 0
         self._reserved_tokens = 0
         self._unread: dict[int, int] = {}
@@ -107,6 +98,21 @@ class PullWorker:
             self.begin_round()
         elif self._queues.num_waiting:
             self._clock.after(self._options.hint_wait_s, self.begin_round)
+
+    def place_held(self) -> None:
+        """Hand back what another worker would start now, as far as heartbeats tell."""
+        if not self._held:
+            return
+        others = self._others(self.name)
+        for request in tuple(self._held):
+            held_s = self._held_s(request)
+            placement, target = place(
+                request.need_tokens, self.room, others, num_delivered=request.num_delivered, held_s=held_s
+            )
+            if placement is Placement.HAND_BACK:
+                self._held.remove(request)
+                self._has_room = None
+                self._give_back(request, target)
 
     def read(self, request: Request) -> None:
         """It has its first token: there may be time to read another prompt."""
@@ -164,17 +170,10 @@ class PullWorker:
         if request.num_delivered == 1 and request.named not in (None, self.name) and self._is_fresh(request):
             self._give_back(request, request.named)
             return
-        self._held.append(_Held(request, self._clock.now_s))
+        self._held.append(request)
+        self._held.sort(key=lambda held: LANES.index(held.arrival.lane))
         self._start_held()
-        if not self._held or self._held[-1].request is not request:
-            return
-        placement, target = place(
-            request.need_tokens, self.room, self._others(self.name), num_delivered=request.num_delivered
-        )
-        if placement is not Placement.HOLD:
-            self._held.pop()
-            self._has_room = None
-            self._give_back(request, target)
+        self.place_held()
 
     def _is_fresh(self, request: Request) -> bool:
         """Whether the worker that its hint names is about to fetch it."""
@@ -195,7 +194,7 @@ class PullWorker:
         if not self._held:
             return
         starting = startable(self.room, self._waiters(), ageing_s=self._options.ageing_s)
-        chosen = [self._held[index].request for index in starting]
+        chosen = [self._held[index] for index in starting]
         self._held = [each for index, each in enumerate(self._held) if index not in starting]
         for request in chosen:
             self._start(request)
@@ -212,8 +211,11 @@ class PullWorker:
         self._engine.submit(request)
 
     def _waiters(self) -> list[Waiter]:
-        now_s = self._clock.now_s
-        return [Waiter(need_tokens=each.request.need_tokens, waited_s=now_s - each.since_s) for each in self._held]
+        return [Waiter(need_tokens=each.need_tokens, waited_s=self._held_s(each)) for each in self._held]
+
+    def _held_s(self, request: Request) -> float:
+        assert request.fetched_s is not None
+        return self._clock.now_s - request.fetched_s
 
     def _refund(self, request: Request, tokens: int) -> None:
         views = self._queues.views(self._clock.now_s)
