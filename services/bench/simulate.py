@@ -123,11 +123,12 @@ def simulate_command(
 
     \b
     headrace           pull: fair queues, memory reserved, prefixes by hint
-    headrace-ahead     the same, looking at 16 requests of a queue; a proposal, not built
+    headrace-ahead     the same, looking for warm prefixes in a queue; a proposal, not built
     round-robin        push to each engine in its turn
     least-requests     push to the engine with the fewest requests in flight
     fixed-concurrency  one queue, a fixed number of requests per engine
     scoring            push by a score of prefix match, queue and memory, as llm-d does
+    scoring-balanced   the same with equal weights
 
     A trace has a JSON object per line: time_s, prompt_tokens, output_tokens, and if wanted max_tokens (1024), tenant,
     lane, prefix (a name) with prefix_tokens. docs/simulator.md says more.

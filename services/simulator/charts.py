@@ -12,8 +12,8 @@ __all__ = ["Chart", "Line", "svg"]
 _WIDTH: Final = 640
 _HEIGHT: Final = 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 176, 40, 48
-_COLOURS: Final = ("#0b6e4f", "#7fb800", "#c8102e", "#f18f01", "#5b5f97", "#8c6d46")
-_DASHES: Final = ("", "", "6 3", "2 3", "8 3 2 3", "4 2")
+_COLOURS: Final = ("#0b6e4f", "#7fb800", "#c8102e", "#f18f01", "#5b5f97", "#8c6d46", "#222222")
+_DASHES: Final = ("", "", "6 3", "2 3", "8 3 2 3", "4 2", "1 2")
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -24,7 +24,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
-    """Lines over a common x; a logarithmic y needs values above 0. At most six lines."""
+    """Lines over a common x; a logarithmic y needs values above 0. At most seven lines."""
 
     title: str
     x_label: str

@@ -9,7 +9,7 @@ from headrace.discipline.placement import Placement, WorkerView, place
 from headrace.discipline.room import Room, Waiter, fetchable_tokens, startable
 from headrace.discipline.shares import Shares
 from headrace.schemas.subjects import LANES, QueueName
-from headrace.simulator.ahead import Ahead, warmest
+from headrace.simulator.ahead import Ahead, Candidate, choose, ripe_in_s
 from headrace.simulator.engine import Engine
 from headrace.simulator.policy import Ground
 from headrace.simulator.prefixhints import TOKENS_PER_BLOCK, landmarks
@@ -51,6 +51,7 @@ class PullWorker:
         self._reserved_tokens = 0
         self._unread: dict[int, int] = {}
         self._num_unread_tokens = 0
+        self._looks_at_s = 0.0
         self._num_passed = 0  # fetches since the last one of a head
         self._has_room: bool | None = None  # None: to be found out
         self._is_fetching = False
@@ -140,28 +141,36 @@ class PullWorker:
     def _fetched(self, names: Sequence[QueueName]) -> None:
         self._is_fetching = False
         for name in names:
+            index = 0 if self._ahead is None else self._look_ahead(self._ahead, name)
+            if index is None:
+                continue
             views = self._queues.views(self._clock.now_s)
-            request = self._queues.fetch(name, self._chosen(name))
+            request = self._queues.fetch(name, index)
             if request is not None:
                 self._is_behind = not self._is_fresh(request)
                 charge(views, self._shares, name, request.need_tokens, ageing_s=self._options.ageing_s)
                 self._accept(request)
-                break
-        self.look()
+                self.look()
+                return
+        self._is_behind = False
 
-    def _chosen(self, name: QueueName) -> int:
-        """Which of the queue to take: its head, unless this worker looks further."""
-        if self._ahead is None:
-            return 0
-        heads = self._queues.heads(name, self._ahead.num_ahead)
-        if not heads:
-            return 0
-        index = warmest(
-            [request.hashes for request in heads],
-            self._prefixes,
-            is_heads_turn=self._num_passed + 1 >= self._ahead.head_every,
-        )
-        self._num_passed = self._num_passed + 1 if index else 0
+    def _look_ahead(self, ahead: Ahead, name: QueueName) -> int | None:
+        """Which of the queue to take; if none yet, there is another round when there may be one."""
+        now_s = self._clock.now_s
+        heads = [
+            Candidate(
+                hashes=request.hashes,
+                waited_s=now_s - request.arrival.time_s,
+                is_for_other=request.named not in (None, self.name),
+            )
+            for request in self._queues.heads(name, ahead.num_ahead)
+        ]
+        index = choose(ahead, heads, self._prefixes, num_passed=self._num_passed)
+        if index is not None:
+            self._num_passed = self._num_passed + 1 if index else 0
+        elif heads and now_s >= self._looks_at_s:
+            self._looks_at_s = now_s + ripe_in_s(ahead, heads)
+            self._clock.at(self._looks_at_s, self.begin_round)
         return index
 
     def _accept(self, request: Request) -> None:

@@ -7,11 +7,10 @@ from headrace.simulator.engine import Engine
 from headrace.simulator.policy import Ground
 from headrace.simulator.requests import Request
 
-__all__ = ["LeastRequests", "RoundRobin", "Scoring"]
+__all__ = ["BALANCED", "LeastRequests", "RoundRobin", "Scoring"]
 
-_PREFIX_WEIGHT: Final = 3
-_QUEUE_WEIGHT: Final = 2
-_MEMORY_WEIGHT: Final = 2
+BALANCED: Final = (1.0, 1.0, 1.0)
+"""Weights with which the scoring router did best of those tried on the simulator's scenarios."""
 
 
 class RoundRobin:
@@ -56,14 +55,15 @@ class LeastRequests:
 class Scoring:
     """The engine with the best weighted score of prefix match, waiting requests and free memory.
 
-    The scorers and weights (3, 2, 2) of the Gateway API Inference Extension's and llm-d's default profile: prefix =
-    matched share of the prompt; queue = 1 for the shortest queue to 0 for the longest; memory = 1 − usage. Ties are
-    broken at random. It knows more than the real one: caches and loads as they are at that moment, where the real one
-    remembers what it sent and reads metrics some milliseconds old.
+    The scorers and default weights (3, 2, 2) of the Gateway API Inference Extension and llm-d: prefix = matched share
+    of the prompt; queue = 1 for the shortest queue to 0 for the longest; memory = 1 − usage. Ties are broken at
+    random. It knows more than the real one: caches and loads as they are at that moment, where the real one remembers
+    what it sent and reads metrics some milliseconds old.
     """
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, ground: Ground, *, weights: tuple[float, float, float] = (3.0, 2.0, 2.0)) -> None:
         self._ground = ground
+        self._prefix_weight, self._queue_weight, self._memory_weight = weights
         self._in_flight: dict[str, Counter[str]] = {engine.name: Counter() for engine in ground.engines}
 
     def arrive(self, request: Request) -> None:
@@ -75,10 +75,9 @@ class Scoring:
         def score(engine: Engine) -> tuple[float, float]:
             queue = (longest - len(engine.waiting)) / (longest - shortest) if longest > shortest else 1.0
             memory = 1 - engine.used_tokens / engine.model.kv_tokens
-            return (
-                _PREFIX_WEIGHT * self._match(engine, request) + _QUEUE_WEIGHT * queue + _MEMORY_WEIGHT * memory,
-                random.random(),
-            )
+            prefix = self._match(engine, request)
+            total = self._prefix_weight * prefix + self._queue_weight * queue + self._memory_weight * memory
+            return total, random.random()
 
         best = max(self._ground.engines, key=score)
         self._in_flight[best.name][request.arrival.prefix] += 1

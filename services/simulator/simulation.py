@@ -15,7 +15,7 @@ from headrace.simulator.fixed import FixedConcurrency
 from headrace.simulator.model import EngineModel
 from headrace.simulator.policy import Ground, Policy, PolicyOptions
 from headrace.simulator.pull import Pull
-from headrace.simulator.push import LeastRequests, RoundRobin, Scoring
+from headrace.simulator.push import BALANCED, LeastRequests, RoundRobin, Scoring
 from headrace.simulator.requests import Request
 from headrace.simulator.traces import Arrival
 
@@ -29,6 +29,7 @@ POLICIES: Final[Mapping[str, Callable[[Ground], Policy]]] = MappingProxyType(
         "least-requests": LeastRequests,
         "fixed-concurrency": FixedConcurrency,
         "scoring": Scoring,
+        "scoring-balanced": functools.partial(Scoring, weights=BALANCED),
     }
 )
 """Ours and those it is compared with."""

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from headrace.bench.simulate import simulate_command
-from headrace.simulator.ahead import warmest
+from headrace.simulator.ahead import Ahead, Candidate, choose, ripe_in_s
 from headrace.simulator.charts import Chart, Line, svg
 from headrace.simulator.fairness import fair_shares, jain_index
 from headrace.simulator.plots import sweep
@@ -23,8 +23,10 @@ PLOTS = sorted((ROOT / "docs/plots").glob("*.svg"))
 OURS = ("headrace", "headrace-ahead")
 BELOW_SATURATION = (0.3, 0.5)
 LOADS = (*BELOW_SATURATION, 0.7, 0.9, 1.1)
-BOTH_COUNT_AS_EQUAL_S = 0.02
-"""A dispatch takes 2.7 ms with the wait of a hint, a step of the engine 8 to 30 ms."""
+EQUAL_S = 0.02
+"""What counts as equal: a dispatch takes 2.7 ms with the wait of a hint, a step of the engine 8 to 30 ms."""
+NEARLY_EQUAL_S = 0.1
+"""A fifth of what reading a prefix takes: the 99th percentile lies where one request in a hundred does that."""
 
 
 def light_p99_s(report: Report) -> float:
@@ -50,7 +52,7 @@ def test_a_light_tenant_does_not_wait_for_the_bursts_of_a_heavy_one(seed: int) -
 
 @pytest.fixture(scope="module")
 def of_prefixes() -> Mapping[tuple[float, str], Report]:
-    swept = sweep("prefixes", loads=LOADS, policies=(*OURS, "scoring"), duration_s=80, warmup_s=40)
+    swept = sweep("prefixes", loads=LOADS, policies=(*OURS, "scoring", "scoring-balanced"), duration_s=80, warmup_s=40)
     return {(load, report.policy): report for load, report in swept}
 
 
@@ -73,7 +75,18 @@ def test_with_shared_prefixes_first_tokens_come_no_later_at_any_load(
     ours, pushed = of_prefixes[load, policy].ttft_s, of_prefixes[load, "scoring"].ttft_s
     assert ours is not None
     assert pushed is not None
-    assert ours.p99 <= pushed.p99 + BOTH_COUNT_AS_EQUAL_S
+    assert ours.p99 <= pushed.p99 + EQUAL_S
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_looking_ahead_keeps_up_with_the_best_weights_found_too(
+    of_prefixes: Mapping[tuple[float, str], Report], load: float
+) -> None:
+    ours, pushed = of_prefixes[load, "headrace-ahead"], of_prefixes[load, "scoring-balanced"]
+    assert ours.ttft_s is not None
+    assert pushed.ttft_s is not None
+    assert ours.ttft_s.p99 <= pushed.ttft_s.p99 + NEARLY_EQUAL_S
+    assert ours.output_tokens_per_s >= 0.98 * pushed.output_tokens_per_s
 
 
 def test_looking_ahead_keeps_prefixes_warm_in_a_backlog(of_prefixes: Mapping[tuple[float, str], Report]) -> None:
@@ -84,11 +97,25 @@ def test_looking_ahead_keeps_prefixes_warm_in_a_backlog(of_prefixes: Mapping[tup
     assert ahead.output_tokens_per_s > 1.2 * plain.output_tokens_per_s
 
 
-def test_the_warmest_is_taken_unless_it_is_the_heads_turn() -> None:
-    waiting = [("x",), ("a", "y"), ("a", "b"), ("a", "b")]
-    assert warmest(waiting, frozenset("ab"), is_heads_turn=False) == 2
-    assert warmest(waiting, frozenset("ab"), is_heads_turn=True) == 0
-    assert warmest(waiting, frozenset("q"), is_heads_turn=False) == 0
+def test_the_warmest_is_taken_and_what_is_warm_elsewhere_left_for_a_while() -> None:
+    ahead = Ahead(patience_s=0.25, head_every=4, head_after_s=1.0)
+
+    def chosen(*heads: tuple[str, float, bool], prefixes: str = "ab", num_passed: int = 0) -> int | None:
+        candidates = [
+            Candidate(hashes=tuple(hashes), waited_s=waited_s, is_for_other=is_for_other)
+            for hashes, waited_s, is_for_other in heads
+        ]
+        return choose(ahead, candidates, frozenset(prefixes), num_passed=num_passed)
+
+    waiting = (("x", 2.0, True), ("ay", 0.5, True), ("ab", 0.4, False), ("ab", 0.1, False))
+    assert chosen(*waiting) == 2
+    assert chosen(*waiting, num_passed=3) == 0
+    assert chosen(("x", 0.9, False), *waiting[1:], num_passed=3) == 2
+    assert chosen(*waiting, prefixes="q") == 0
+    assert chosen(("x", 0.2, True), ("y", 0.1, False), prefixes="q") == 1
+    assert chosen(("x", 0.2, True), ("y", 0.1, True), prefixes="q") is None
+    assert chosen() is None
+    assert ripe_in_s(ahead, [Candidate(hashes=(), waited_s=waited_s) for waited_s in (0.2, 0.1)]) == pytest.approx(0.05)
 
 
 def test_hashes_are_equal_as_far_as_the_prefix_goes() -> None:
