@@ -124,6 +124,7 @@ def test_closed_forms_are_what_single_steps_come_to(seed: int) -> None:
 def test_one_request_takes_its_steps() -> None:
     (request,), engine = run(SMALL, [Arrival(time_s=2.0, prompt_tokens=100, output_tokens=3)])
     assert request.started_s == 2.0
+    assert request.first_token_s is not None
     assert request.first_token_s == pytest.approx(2.0 + 64 * 0.0005 + 36 * 0.0005)
     assert request.finished_s == pytest.approx(request.first_token_s + 0.01 + 100e-5 + 0.01 + 101e-5)
     assert engine.kv.used_tokens == 0
