@@ -12,7 +12,7 @@ pip := $(py) -m pip --disable-pip-version-check --quiet --quiet --no-input
 fingerprint := { pwd; find services schemas -type f ! -name '*.pyc' | LC_ALL=C sort; cat pyproject.toml services/__init__.py; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup _setup demo test soak check format lock clean
+.PHONY: help setup _setup demo test soak check format plots lock clean
 
 help:
 	@echo 'Headrace: LLM requests over NATS JetStream.'
@@ -22,6 +22,7 @@ help:
 	@echo '  make soak     play random fault schedules for a long time   (SCHEDULES=1000 says how many)'
 	@echo '  make check    format, lint, types, import rules, unit and property tests'
 	@echo '  make format   apply the formatter and the fixes of the linter'
+	@echo '  make plots    draw the plots of docs/simulator.md'
 	@echo '  make setup    only make .venv, from requirements.lock'
 	@echo '  make lock     renew requirements.lock from pyproject.toml   (LOCK_FLAGS=--upgrade for newer releases)'
 	@echo '  make clean    remove what make made'
@@ -82,6 +83,9 @@ check: setup
 format: setup
 	@$(py) -m ruff format .
 	@$(py) -m ruff check --fix .
+
+plots: setup
+	@.venv/bin/headrace bench simulate --plots docs/plots
 
 lock: setup
 	@$(pip) install '$(UV)'

@@ -8,6 +8,7 @@ from headrace.bench.dispatch import measure_dispatch, shown_dispatch
 from headrace.bench.failover import KINDS, measure_failover, shown_failover
 from headrace.bench.ground import measure
 from headrace.bench.relay import measure_relay, shown_relay
+from headrace.bench.simulate import simulate_command
 from headrace.cli.options import with_settings
 from headrace.cli.render import console
 from headrace.settings import Settings
@@ -20,6 +21,8 @@ _json = click.option("--json", "as_json", is_flag=True, help="One JSON object, w
 @click.group()
 def bench() -> None:
     """Measure a deployment of its own: real broker, real processes, the simulated engine.
+
+    All but `simulate`, which starts nothing and compares policies in virtual time.
 
     Nothing that runs already is touched, and nothing is left behind. HEADRACE_* variables apply to what is measured, so
     HEADRACE_HEARTBEAT_S=0.2 shows what a faster heartbeat does.
@@ -102,6 +105,9 @@ def relay(settings: Settings, streams: int, tokens: int, pace: int, rounds: int,
         )
     )
     _show(result, shown_relay(result), as_json=as_json)
+
+
+bench.add_command(simulate_command)
 
 
 def _show(result: msgspec.Struct, shown: list[RenderableType], *, as_json: bool) -> None:

@@ -1,0 +1,99 @@
+"""Our policy: requests wait in one place, workers pull what fits, and the router's hint says who has the prefix."""
+
+from collections.abc import Callable, Sequence
+
+from headrace.discipline.affinity import preferred
+from headrace.discipline.placement import WorkerView
+from headrace.simulator.ahead import Ahead
+from headrace.simulator.engine import Engine
+from headrace.simulator.policy import Ground
+from headrace.simulator.prefixhints import hashes_of
+from headrace.simulator.puller import PullWorker
+from headrace.simulator.queues import Queues
+from headrace.simulator.requests import Request
+
+__all__ = ["Pull"]
+
+
+class Pull:
+    """A request is queued; its wake rings the worker that the hint names, and one member of the wake group at random.
+
+    Who is woken and not named waits `hint_wait_s` first. A worker also looks every `resync_s` while anything is
+    unfinished, and when it gets room again. Router and workers know of each other by heartbeats alone,
+    which are up to `heartbeat_s` old. With `ahead`, workers look past the head of a queue.
+    """
+
+    def __init__(self, ground: Ground, *, ahead: Ahead | None = None) -> None:
+        self._clock = ground.clock
+        self._random = ground.random
+        self._options = ground.options
+        self._queues = Queues(ground.options.weights)
+        self._workers = {
+            engine.name: PullWorker(engine, ground, self._queues, ahead=ahead, others=self._others, ring=self._ring)
+            for engine in ground.engines
+        }
+        self._beats = {name: worker.view() for name, worker in self._workers.items()}
+        self._num_open = 0
+        self._num_ticking = 0
+
+    def arrive(self, request: Request) -> None:
+        """It is queued, and the wakes go out."""
+        self._num_open += 1
+        request.hashes = hashes_of(request.index, request.arrival)
+        request.named = preferred(request.hashes, list(self._beats.values()), request.need_tokens)
+        self._queues.put(request)
+        self._clock.after(self._options.dispatch_s / 2, lambda: self._wake(request.named))
+        if not self._num_ticking:
+            self._start_ticking()
+
+    def read(self, engine: Engine, request: Request) -> None:
+        """Its worker may look for the next one."""
+        self._workers[engine.name].read(request)
+
+    def finished(self, engine: Engine, request: Request) -> None:
+        """Its worker looks for the next one."""
+        self._num_open -= 1
+        self._workers[engine.name].finished(request)
+
+    def _wake(self, named: str | None) -> None:
+        if named is not None:
+            self._ring(named)
+        members = [worker for worker in self._workers.values() if worker.can_fetch]
+        if not members:
+            return
+        member = self._random.choice(members)
+        if named is None:
+            member.begin_round()
+        elif member.name != named:
+            self._clock.after(self._options.hint_wait_s, member.begin_round)
+
+    def _ring(self, name: str) -> None:
+        self._workers[name].begin_round(is_named=True)
+
+    def _others(self, name: str) -> Sequence[WorkerView]:
+        return [view for view in self._beats.values() if view.worker != name]
+
+    def _start_ticking(self) -> None:
+        """Beats and resyncs, each worker at its own phase, until there is nothing to do."""
+        for number, name in enumerate(self._workers):
+            phase = number / len(self._workers)
+            self._tick(name, phase * self._options.heartbeat_s, self._options.heartbeat_s, self._beat)
+            self._tick(name, phase * self._options.resync_s, self._options.resync_s, self._resync)
+
+    def _tick(self, name: str, delay_s: float, period_s: float, action: Callable[[str], None]) -> None:
+        self._num_ticking += 1
+
+        def tick() -> None:
+            self._num_ticking -= 1
+            action(name)
+            if self._num_open:
+                self._tick(name, period_s, period_s, action)
+
+        self._clock.after(delay_s, tick)
+
+    def _beat(self, name: str) -> None:
+        self._beats[name] = self._workers[name].view()
+
+    def _resync(self, name: str) -> None:
+        self._workers[name].place_held()
+        self._workers[name].look()
