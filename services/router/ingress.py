@@ -54,7 +54,7 @@ class Ingress:
         self._models = models
         self._placement = Placement(bus, models, view)
         self._limits = limits
-        self._in_flight = InFlight()
+        self._in_flight = InFlight(bus)
         self._deliveries = deliveries
         self._view = view
 
