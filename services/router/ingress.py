@@ -4,6 +4,8 @@ import logging
 import uuid
 from typing import Final
 
+import msgspec
+
 from headrace import telemetry
 from headrace.bus.configuration import ConfigView
 from headrace.bus.connection import Bus, Refused, Stored, StoreResult, Unknown
@@ -34,6 +36,20 @@ log = logging.getLogger(__name__)
 _MAX_BODY_BYTES: Final = 900_000
 _RETRY_FIRST_S: Final = 0.25
 _RETRY_MAX_S: Final = 2.0
+
+
+class _Try(msgspec.Struct):
+    """What is settled about a request, through all tries to take it in.
+
+    `job` is its id unless the client chose one; `asked` the request at the model asked for, None once it went on.
+    With `is_unclear` the broker may have its message: then it stays where it is, and what it paid stays paid.
+    """
+
+    job: JobId
+    asked: Wish | None = None
+    placed: Placed | None = None
+    permit: Permit | None = None
+    is_unclear: bool = False
 
 
 class Ingress:
@@ -67,19 +83,19 @@ class Ingress:
                 await refuse(self._bus, incoming, refusal)
 
     async def _handle_until_clear(self, incoming: IncomingRequest, span: Span) -> Refusal | None:
-        """Try through a broker's restart; always under one id, so a try whose outcome was unclear is not doubled."""
-        made_up = JobId(uuid.uuid4().hex)
+        """Try through a broker's restart; always under one id and in one place, so that no unclear try is doubled."""
+        attempt = _Try(JobId(uuid.uuid4().hex))
         retries = Backoff(first_s=_RETRY_FIRST_S, max_s=_RETRY_MAX_S, for_s=self._settings.retry_for_s)
         while True:
             try:
-                return await self._handle(incoming, made_up, span)
+                return await self._handle(incoming, attempt, span)
             except BrokerError as error:
                 if retries.is_over:
                     log.warning("a request could not be taken in: %s", error)
                     return Refusal(code="internal", message="the broker did not answer; send the request again")
             await retries.pause()
 
-    async def _handle(self, incoming: IncomingRequest, made_up: JobId, span: Span) -> Refusal | None:
+    async def _handle(self, incoming: IncomingRequest, attempt: _Try, span: Span) -> Refusal | None:
         if not incoming.reply and subjects.HDR_ID not in incoming.headers:
             log.info("a request without a reply inbox and without an id was dropped: nobody could read its answer")
             span.fail("invalid_value")
@@ -103,41 +119,48 @@ class Ingress:
         )
         if isinstance(wish, Refusal):
             return wish
-        named, job = wish.model, JobId(wish.job) if wish.job is not None else made_up
-        wish = await self._placement.route(wish, named, job)
-        if isinstance(wish, Refusal):
-            return wish
-        span.set({"gen_ai.request.model": wish.model})
+        named, job = wish.model, JobId(wish.job) if wish.job is not None else attempt.job
         digest = body_hash(wish.op, named, incoming.data)
-        if wish.job is not None and await self._log.last_from_leader(wish.tenant, job) is not None:
-            return await self._attach(incoming, wish, job, digest, span)
-        placed = await self._placement.place(wish, job, incoming.data)
-        if isinstance(placed, Refusal):
-            return placed
-        permit = await self._limits.admit(wish.tenant, placed.need_tokens)
-        if isinstance(permit, Refusal):
-            return permit
-        refusal = await self._enqueue(incoming, placed, _job(placed, job, digest, incoming, self._bus), permit, span)
-        if refusal is not None and refusal.code == "queue_full" and wish.fallback is not None:
-            other = await self._other(placed, wish, job, incoming.data)
-            if isinstance(other, Placed):
-                again = _job(other, job, digest, incoming, self._bus)
-                if await self._enqueue(incoming, other, again, permit, span) is None:
-                    return None
-        if refusal is not None and refusal.code != "internal":
-            self._limits.give_back(permit)
+        if attempt.placed is None:
+            wish = await self._placement.route(wish, named, job)
+            if isinstance(wish, Refusal):
+                return wish
+            span.set({"gen_ai.request.model": wish.model})
+            if wish.job is not None and await self._log.last_from_leader(wish.tenant, job) is not None:
+                return await self._attach(incoming, wish, job, digest, span)
+            placed = await self._placement.place(wish, job, incoming.data)
+            if isinstance(placed, Refusal):
+                return placed
+            permit = await self._limits.admit(wish.tenant, placed.need_tokens)
+            if isinstance(permit, Refusal):
+                return permit
+            attempt.asked, attempt.placed, attempt.permit = wish, placed, permit
+        refusal = await self._enqueue(incoming, attempt, attempt.placed, digest, span)
+        if refusal is not None and refusal.code == "queue_full":
+            other = await self._other(attempt, incoming.data)
+            if other is not None:
+                attempt.placed, attempt.asked = other, None
+                second = await self._enqueue(incoming, attempt, other, digest, span)
+                refusal = second if second is None or second.code == "internal" else refusal
+        if refusal is not None and not attempt.is_unclear:
+            self._limits.give_back(attempt.permit)
         return refusal
 
-    async def _other(self, full: Placed, wish: Wish, job: JobId, data: bytes) -> Placed | Refusal | None:
-        """Where a request with a fallback goes when the queue it was placed in is full."""
-        if full.is_fallback:
-            return await self._placement.own(wish, job, data)
-        return await self._placement.fallback(full, data)
+    async def _other(self, attempt: _Try, data: bytes) -> Placed | None:
+        """Where else a request goes when the queue it was placed in is full: once, and if it has a fallback."""
+        full, asked = attempt.placed, attempt.asked
+        if full is None or asked is None or attempt.is_unclear:
+            return None
+        if not full.is_fallback:
+            return await self._placement.fallback(full, data)
+        own = await self._placement.own(asked, attempt.job if asked.job is None else asked.job, data)
+        return None if isinstance(own, Refusal) else own
 
     async def _enqueue(
-        self, incoming: IncomingRequest, placed: Placed, job: Job, permit: Permit | None, span: Span
+        self, incoming: IncomingRequest, attempt: _Try, placed: Placed, digest: str, span: Span
     ) -> Refusal | None:
-        wish, queue = placed.wish, self._models.queue(job.model)
+        wish, job = placed.wish, self._job(placed, attempt, digest, incoming.data)
+        queue = self._models.queue(job.model)
         span.set(
             {
                 "gen_ai.request.model": job.model,
@@ -149,32 +172,31 @@ class Ingress:
         trace_headers: dict[str, str] = {}
         telemetry.inject(trace_headers, span.context)
         retries = Backoff(first_s=_RETRY_FIRST_S, max_s=_RETRY_MAX_S, for_s=self._settings.retry_for_s)
-        is_unclear = False
         while True:
-            result = await self._publish(wish, job, trace_headers, is_unclear=is_unclear)
+            result = await self._publish(wish, job, trace_headers, attempt)
             if result is None:
-                return await self._at_limit(incoming, wish, job, permit, span)
+                return await self._at_limit(incoming, wish, job, attempt, span)
             if isinstance(result, Stored):
                 break
             if isinstance(result, Refused):
                 if not result.is_full:
                     log.error("the job queue of %s refuses messages: %s", job.model, result.description)
                     return Refusal(code="internal", message="the job queue refused the request")
-                return await self._full(incoming, wish, job, permit, is_unclear=is_unclear, span=span)
+                return await self._full(incoming, wish, job, attempt, span)
             if result.is_unserved and not await queue.exists():
                 self._models.forget(job.model)
                 return Refusal(code="model_not_found", message="the model is not known here", param="model")
-            is_unclear = True
+            attempt.is_unclear = True
             if retries.is_over:
                 return Refusal(
                     code="internal",
                     message=f"the broker gave no clear answer; job {job.job} may run: send it again under the same id",
                 )
             await retries.pause()
-        if not result.is_duplicate:
-            self._models.note_published(job.model, wish.queue)
-        else:
-            return await self._duplicate(incoming, wish, job, result, permit, span)
+        if result.is_duplicate:
+            return await self._duplicate(incoming, wish, job, result, attempt, span)
+        attempt.is_unclear = True  # should the broker fail us from here on, the next try finds this message
+        self._models.note_published(job.model, wish.queue)
         body = await self._accepted_body(wish, job.job, result.sequence)
         secured = await self._secure(incoming, job.tenant, job.job)
         await self._answer(incoming, body)
@@ -182,14 +204,14 @@ class Ingress:
         await self._deliver(incoming, job.tenant, job.job, secured)
         return None
 
-    async def _publish(self, wish: Wish, job: Job, headers: dict[str, str], *, is_unclear: bool) -> StoreResult | None:
+    async def _publish(self, wish: Wish, job: Job, headers: dict[str, str], attempt: _Try) -> StoreResult | None:
         """None where the tenant has as many requests in flight as it may have.
 
         A try whose outcome was unclear may itself be what is counted, so the next one does not count.
         """
         queue = self._models.queue(job.model)
         limit = self._view.config.tenant(job.tenant).max_in_flight
-        if limit is None or is_unclear:
+        if limit is None or attempt.is_unclear:
             return await queue.publish(job, wish.queue, headers)
         try:
             return await self._in_flight.publish(queue, job, wish.queue, headers, limit=limit)
@@ -197,7 +219,7 @@ class Ingress:
             return Unknown(str(error), is_unserved=True)
 
     async def _duplicate(
-        self, incoming: IncomingRequest, wish: Wish, job: Job, result: Stored, permit: Permit | None, span: Span
+        self, incoming: IncomingRequest, wish: Wish, job: Job, result: Stored, attempt: _Try, span: Span
     ) -> Refusal | None:
         headers = await self._models.queue(job.model).headers_of(result.sequence)
         if headers is not None:
@@ -205,13 +227,13 @@ class Ingress:
                 return _other_body()
             body = await self._accepted_body(wish, job.job, result.sequence)
             await self._append_accepted(job, body)  # repairs a router that died between publishing and this
-        return await self._attach(incoming, wish, job.job, job.body_hash, span, permit)
+        return await self._attach(incoming, wish, job.job, job.body_hash, span, attempt)
 
     async def _at_limit(
-        self, incoming: IncomingRequest, wish: Wish, job: Job, permit: Permit | None, span: Span
+        self, incoming: IncomingRequest, wish: Wish, job: Job, attempt: _Try, span: Span
     ) -> Refusal | None:
         if wish.job is not None and await self._log.last_from_leader(job.tenant, job.job) is not None:
-            return await self._attach(incoming, wish, job.job, job.body_hash, span, permit)
+            return await self._attach(incoming, wish, job.job, job.body_hash, span, attempt)
         limit = self._view.config.tenant(job.tenant).max_in_flight
         return Refusal(
             code="rate_limited",
@@ -219,12 +241,10 @@ class Ingress:
             retry_after_s=retry_after_s(eta_s(0, self._models.workers_of(job.model, wish.queue.pool))),
         )
 
-    async def _full(
-        self, incoming: IncomingRequest, wish: Wish, job: Job, permit: Permit | None, *, is_unclear: bool, span: Span
-    ) -> Refusal | None:
+    async def _full(self, incoming: IncomingRequest, wish: Wish, job: Job, attempt: _Try, span: Span) -> Refusal | None:
         if await self._log.last_from_leader(job.tenant, job.job) is not None:
-            return await self._attach(incoming, wish, job.job, job.body_hash, span, permit)
-        if is_unclear:
+            return await self._attach(incoming, wish, job.job, job.body_hash, span, attempt)
+        if attempt.is_unclear:
             return Refusal(
                 code="internal",
                 message=f"the broker gave no clear answer; job {job.job} may run: send it again under the same id",
@@ -244,18 +264,36 @@ class Ingress:
         job: str,
         digest: str,
         span: Span,
-        permit: Permit | None = None,
+        attempt: _Try | None = None,
     ) -> Refusal | None:
         state = await self._log.state(wish.tenant, job)
         if state.body_hash and state.body_hash != digest:
             return _other_body()
-        self._limits.give_back(permit)
+        if attempt is not None and not attempt.is_unclear:  # sent again: nothing new is taken in
+            self._limits.give_back(attempt.permit)
         span.set({**job_attributes(job=job, tenant=wish.tenant), "headrace.attached": True})
         body = await self._accepted_body(wish, job, state.queue_sequence, state)
         secured = await self._secure(incoming, wish.tenant, job)
         await self._answer(incoming, body, is_attached=True)
         await self._deliver(incoming, wish.tenant, job, secured)
         return None
+
+    def _job(self, placed: Placed, attempt: _Try, digest: str, data: bytes) -> Job:
+        wish, fallback = placed.wish, placed.fallback
+        return Job(
+            tenant=wish.tenant,
+            job=JobId(wish.job) if wish.job is not None else attempt.job,
+            op=wish.op,
+            model=wish.model,
+            body=data,
+            body_hash=digest,
+            accepted_at=self._bus.clock.now(),
+            queue_timeout_s=wish.queue_timeout_s,
+            deadline_s=wish.deadline_s,
+            need_tokens=placed.need_tokens,
+            fallback=fallback.model if fallback is not None else None,
+            fallback_pool=fallback.queue.pool if fallback is not None else DEFAULT_POOL,
+        )
 
     async def _accepted_body(
         self, wish: Wish, job: str, sequence: int | None, state: JobState | None = None
@@ -293,24 +331,6 @@ class Ingress:
     async def _deliver(self, incoming: IncomingRequest, tenant: str, job: str, secured: str | None) -> None:
         if secured is not None:
             await self._deliveries.add(tenant, job, incoming.reply, instead_of=secured)
-
-
-def _job(placed: Placed, job: JobId, digest: str, incoming: IncomingRequest, bus: Bus) -> Job:
-    wish = placed.wish
-    return Job(
-        tenant=wish.tenant,
-        job=job,
-        op=wish.op,
-        model=wish.model,
-        body=incoming.data,
-        body_hash=digest,
-        accepted_at=bus.clock.now(),
-        queue_timeout_s=wish.queue_timeout_s,
-        deadline_s=wish.deadline_s,
-        need_tokens=placed.need_tokens,
-        fallback=placed.fallback.model if placed.fallback is not None else None,
-        fallback_pool=placed.fallback.queue.pool if placed.fallback is not None else DEFAULT_POOL,
-    )
 
 
 def _other_body() -> Refusal:
