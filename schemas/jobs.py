@@ -12,6 +12,7 @@ from headrace.schemas.subjects import (
     DEFAULT_POOL,
     HDR_HASH,
     HDR_JOB,
+    HDR_PREFERRED,
     JobId,
     Tenant,
     is_job_id,
@@ -37,8 +38,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     Delivery is at least once; the message id `<tenant>.<job>` is its idempotency key. `body` is the client's JSON,
     validated. Times: `accepted_at` is unix seconds UTC by the router's clock, the two limits are seconds from then.
-    `need_tokens` is the router's estimate of KV tokens to its last token. `fallback` is the model, and `fallback_pool`
-    its pool, that get the job if it does not start in time; `handed_from` is the model it was so taken over from.
+    `need_tokens` is the router's estimate of KV tokens to its last token, `preferred` the worker that has its beginning
+    in its cache: a hint. `fallback` is the model, and `fallback_pool` its pool, that get the job if it does not start
+    in time; `handed_from` is the model it was so taken over from.
     """
 
     tenant: Tenant
@@ -52,6 +54,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float
     need_tokens: int
     fallback: str | None = None
+    preferred: str | None = None
     fallback_pool: str = DEFAULT_POOL
     handed_from: str | None = None
 
@@ -82,6 +85,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             headers[_HDR_FALLBACK] = model_to_token(self.fallback)
             if self.fallback_pool != DEFAULT_POOL:
                 headers[_HDR_FALLBACK_POOL] = self.fallback_pool
+        if self.preferred is not None:
+            headers[HDR_PREFERRED] = self.preferred
         if self.handed_from is not None:
             headers[_HDR_HANDED_FROM] = model_to_token(self.handed_from)
         return headers
@@ -99,6 +104,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             queue_timeout_s=min(now - self.accepted_at + self.queue_timeout_s, self.deadline_s),
             fallback=None,
             fallback_pool=DEFAULT_POOL,
+            preferred=None,
         )
 
 
@@ -119,6 +125,7 @@ def decode_job(headers: Mapping[str, str] | None, body: bytes) -> Job | None:
             deadline_s=float(headers[_HDR_DEADLINE]),
             need_tokens=int(headers[_HDR_NEED]),
             fallback=token_to_model(headers[_HDR_FALLBACK]) if _HDR_FALLBACK in headers else None,
+            preferred=headers.get(HDR_PREFERRED),
             fallback_pool=headers.get(_HDR_FALLBACK_POOL, DEFAULT_POOL),
             handed_from=token_to_model(headers[_HDR_HANDED_FROM]) if _HDR_HANDED_FROM in headers else None,
         )
@@ -127,6 +134,12 @@ def decode_job(headers: Mapping[str, str] | None, body: bytes) -> Job | None:
     are_times = all(map(math.isfinite, (job.accepted_at, job.queue_timeout_s, job.deadline_s)))
     are_names = is_name(job.tenant) and is_name(job.fallback_pool) and is_job_id(job.job)
     return job if are_times and are_names else None
+
+
+def decode_need(headers: Mapping[str, str]) -> int:
+    """Estimated KV tokens of the job that a wake announces; 0 where it does not say."""
+    text = headers.get(_HDR_NEED, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else 0
 
 
 def body_hash(op: str, model: str, body: bytes) -> str:

@@ -22,6 +22,7 @@ class WorkerOverview(msgspec.Struct, frozen=True, kw_only=True):
     kv_reserved_tokens: int
     running: int
     max_concurrency: int
+    effective_concurrency: int | None = None
     waiting: int = 0
     pool: str = "default"
     host: str = ""
@@ -47,7 +48,8 @@ class WorkerOverview(msgspec.Struct, frozen=True, kw_only=True):
 class QueueOverview(msgspec.Struct, frozen=True, kw_only=True):
     """One queue of a model. `queued` wait; `running` were handed to a worker and are not settled.
 
-    `oldest_age_s` is how long the oldest queued request has waited, None where none waits.
+    `oldest_age_s` is how long the oldest queued request has waited, None where none waits. A request sent now would
+    have `position` others before it and wait `eta_s` seconds, None where no worker has measured anything yet.
     """
 
     model: str
@@ -57,6 +59,8 @@ class QueueOverview(msgspec.Struct, frozen=True, kw_only=True):
     queued: int
     running: int
     oldest_age_s: float | None = None
+    position: int = 0
+    eta_s: float | None = None
 
 
 class GoneWorker(msgspec.Struct, frozen=True, kw_only=True):

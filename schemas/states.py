@@ -84,11 +84,12 @@ def fold(events: Iterable[Event]) -> JobState:
     """What a log says, from its events in order (a suffix that lacks tokens gives a state with `is_whole` False)."""
     state = JobState()
     for event in events:
-        state = _apply(state, event)
+        state = step(state, event)
     return state
 
 
-def _apply(state: JobState, event: Event) -> JobState:
+def step(state: JobState, event: Event) -> JobState:
+    """The state after a later event; `is_whole` turns False where others lie between."""
     follows = event.last_sequence is None or event.last_sequence == state.sequence
     if event.offset > state.num_tokens or (event.kind == "delta" and event.offset < state.num_tokens):
         follows = False

@@ -43,6 +43,8 @@ WORKER_GROUP: Final = "worker"
 
 # Headers of ours, on requests, queue messages and events.
 HDR_ID: Final = "Headrace-Id"
+HDR_NEW_ID: Final = "Headrace-New-Id"
+"""Beside an id that was made up for this request and is sent for the first time: no job of it needs looking for."""
 HDR_PRIORITY: Final = "Headrace-Priority"
 HDR_POOL: Final = "Headrace-Pool"
 HDR_QUEUE_TIMEOUT: Final = "Headrace-Queue-Timeout"
@@ -58,6 +60,8 @@ HDR_EPOCH: Final = "Headrace-Epoch"
 HDR_ENGINE_RUN: Final = "Headrace-Engine-Run"
 HDR_HASH: Final = "Headrace-Hash"
 HDR_PASSED: Final = "Headrace-Passed"
+HDR_PREFERRED: Final = "Headrace-Preferred"
+"""Names the worker that has the beginning of the conversation in its cache: a hint to the others."""
 HDR_ATTACHED: Final = "Headrace-Attached"
 HDR_RETRY_AFTER: Final = "Retry-After"
 # Headers of NATS that we read or write.

@@ -25,7 +25,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     A key that is gone or overwritten refuses the next beat, which is how a worker learns it was declared dead.
     `epoch` names one registration, `connection` the broker connection (server id and client id) it beats on. Token
     figures are KV-cache tokens; memory figures are bytes of what `memory_source` names (`system`: the host's), None
-    where that is not known.
+    where that is not known. `effective_concurrency` is how many requests of the usual size memory lets run at once, of
+    the `max_concurrency` asked for. `prefixes` are hashes of the conversations it served last.
     """
 
     worker: str
@@ -48,6 +49,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 1
     max_model_len: int | None = None
     max_concurrency: int = 1
+    effective_concurrency: int | None = None
     running: int = 0
     waiting: int = 0
     supports_streaming: bool = True
@@ -57,6 +59,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     connection: str = ""
     reason: str = ""
     held: tuple[HeldRequest, ...] = ()
+    prefixes: tuple[str, ...] = ()
     is_tombstone: bool = False
 
     def holds(self, queue_sequence: int | None) -> bool:
@@ -108,12 +111,14 @@ def decode_heartbeat(data: bytes) -> Heartbeat | None:
 class WorkerNudge(msgspec.Struct, frozen=True, kw_only=True):
     """A nudge on a worker's control subject; at most once, so it only ever hastens what the log or key says anyway.
 
-    Sent by whoever cancelled a job (`cancelled`) and by operators (`drain`).
+    Sent by whoever cancelled a job (`cancelled`), by operators (`drain`), and by whoever has a job that this worker
+    would start at once (`wake`, with the consumer to fetch it from).
     """
 
-    kind: Literal["cancelled", "drain", "evicted"]
+    kind: Literal["cancelled", "drain", "evicted", "wake"]
     tenant: str | None = None
     job: str | None = None
+    consumer: str | None = None
 
 
 class TokenCount(msgspec.Struct, frozen=True, kw_only=True):

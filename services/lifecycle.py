@@ -10,11 +10,11 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import IO, Final, Self
+from typing import IO, Any, Final, Self
 
-__all__ = ["Backoff", "ChildProcess", "stop_event", "wait_first"]
+__all__ = ["Backoff", "ChildProcess", "stop_event", "unless_stopped", "wait_first"]
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +67,24 @@ async def wait_first(*events: asyncio.Event, timeout_s: float | None = None) -> 
             waiter.cancel()
         await asyncio.gather(*waiters, return_exceptions=True)
     return bool(done)
+
+
+async def unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
+    """Do some work; False if it was cancelled because `stop` was set first. Raises what the work raises."""
+    working = asyncio.ensure_future(work)
+    ended = asyncio.Event()
+    working.add_done_callback(lambda _: ended.set())
+    try:
+        await wait_first(stop, ended)
+    finally:
+        working.cancel()
+        await asyncio.wait((working,))
+        if not working.cancelled():
+            working.exception()  # taken note of, also where we are cancelled ourselves
+    if working.cancelled():
+        return False
+    await working
+    return True
 
 
 class Backoff:

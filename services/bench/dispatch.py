@@ -13,10 +13,12 @@ from headrace.bench.figures import Distribution, distribution, in_ms
 from headrace.bench.ground import MODEL, Ground, Machine, ground, machine
 from headrace.bench.tables import distributions
 from headrace.bus.clock import parse_time
+from headrace.bus.jobqueue import JobQueue
 from headrace.bus.timeline import timeline
 from headrace.cli.progress import Progress
 from headrace.client import Accepted, Delta, Started
 from headrace.errors import HeadraceError
+from headrace.schemas.subjects import QueueName
 from headrace.settings import Settings
 
 __all__ = ["DispatchPhase", "DispatchResult", "measure_dispatch", "shown_dispatch"]
@@ -27,11 +29,14 @@ _PROBE_EVERY_S: Final = 0.05
 
 
 class Timed(msgspec.Struct, kw_only=True):
-    """One request: when it was sent, by both clocks, and seconds from then to what the client saw."""
+    """One request: when it was sent, by both clocks, and seconds from then to its delivery and to what the client
+    saw.
+    """
 
     job: str = ""
     sent_at: float
     sent_unix: float
+    delivered_s: float | None = None
     accepted_s: float = 0.0
     started_s: float = 0.0
     first_token_s: float = 0.0
@@ -40,7 +45,8 @@ class Timed(msgspec.Struct, kw_only=True):
 class DispatchPhase(msgspec.Struct, frozen=True, kw_only=True):
     """One phase, in milliseconds. `round_trip` and `publish_fetch` are NATS alone; the rest is from sending a request.
 
-    `at_worker` is when the broker stored the worker's claim, by its clock, which is this machine's. `num_early_fetches`
+    `delivered` is when the broker sent it to its worker, `at_worker` when it stored the worker's claim, both by its
+    clock, which is this machine's; the first is not known for one of many at once. `num_early_fetches`
     of the plain fetches came before the message just stored could be had, and were repeated.
     """
 
@@ -48,6 +54,7 @@ class DispatchPhase(msgspec.Struct, frozen=True, kw_only=True):
     round_trip: Distribution | None
     publish_fetch: Distribution | None
     accepted: Distribution | None
+    delivered: Distribution | None
     at_worker: Distribution | None
     started: Distribution | None
     first_token: Distribution | None
@@ -77,11 +84,14 @@ async def measure_dispatch(
             await plain.probe()
             await _request(field)
         plain.forget()
+        queue = JobQueue(field.client.bus, MODEL)
         progress.say(f"idle: {num_requests} requests")
         idle = []
         for _ in range(num_requests):
             await plain.probe()
-            idle.append(await _request(field))
+            idle.append(timed := await _request(field))
+            delivered_at = await queue.last_delivered_at(QueueName())
+            timed.delivered_s = delivered_at - timed.sent_unix if delivered_at is not None else None
             await asyncio.sleep(_PAUSE_S)
         idle_phase = await _phase(field, plain, idle)
         plain.forget()
@@ -145,6 +155,7 @@ async def _phase(field: Ground, plain: Bare, requests: list[Timed]) -> DispatchP
         round_trip=distribution(in_ms(plain.round_trips)),
         publish_fetch=distribution(in_ms(plain.publish_fetches)),
         accepted=distribution(in_ms(each.accepted_s for each in requests)),
+        delivered=distribution(in_ms(each.delivered_s for each in requests if each.delivered_s is not None)),
         at_worker=distribution(in_ms(at_worker)),
         started=distribution(in_ms(each.started_s for each in requests)),
         first_token=distribution(in_ms(each.first_token_s for each in requests)),
@@ -170,6 +181,7 @@ def shown_dispatch(result: DispatchResult) -> list[RenderableType]:
             ("core NATS round trip", phase.round_trip),
             ("JetStream publish + fetch", phase.publish_fetch),
             ("request → accepted at the client", phase.accepted),
+            ("request → the broker sent it to its worker", phase.delivered),
             ("request → its worker has claimed it", phase.at_worker),
             ("request → started at the client", phase.started),
             ("request → first token at the client", phase.first_token),
@@ -179,7 +191,8 @@ def shown_dispatch(result: DispatchResult) -> list[RenderableType]:
     notes = (
         "The first two are NATS alone, timed in turns with the requests: a request and its reply between two "
         "connections of this process; a publish to a job stream with its acknowledgement, then a fetch of it.",
-        "A claim is timed by the broker, when it stored it. The measuring client shares the machine with all parts.",
+        "The broker times its sending (of one request at a time, for it tells only the last) and the claim, when it "
+        "stored it. The measuring client shares the machine with all parts.",
         f"{result.idle.num_early_fetches + result.loaded.num_early_fetches} plain fetches came before the message just "
         "stored could be had, and were repeated.",
         str(result.machine),

@@ -16,7 +16,7 @@ from headrace.schemas.config import AliasConfig, Config, ModelConfig, TenantConf
 from headrace.schemas.config_text import Entry, InvalidConfig, decode_entry, key_of, parse_key
 from headrace.schemas.subjects import DEFAULT_TENANT
 
-__all__ = ["ConfigView", "StoredEntry", "read_entries", "read_model"]
+__all__ = ["ConfigView", "StoredEntry", "read_config", "read_entries", "read_model"]
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,15 @@ async def read_entries(bus: Bus) -> dict[str, StoredEntry]:
     if await bucket.last_revision() == 0:
         return {}
     return {change.key: _stored(change) async for change in bucket.changes(after=0)}
+
+
+async def read_config(bus: Bus) -> Config:
+    """Everything configured, read now; what is bad is left out, and all of it where nothing is provisioned yet."""
+    try:
+        stored = await read_entries(bus)
+    except NotProvisionedError:
+        return Config()
+    return _config_of({key: each.entry for key, each in stored.items() if each.entry is not None})
 
 
 async def read_model(bus: Bus, model: str) -> ModelConfig:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self
 
 import msgspec
 from nats.aio.client import Client
@@ -18,7 +18,7 @@ from nats.errors import NoRespondersError, SlowConsumerError
 from nats.errors import TimeoutError as NatsTimeoutError
 
 from headrace.bus.clock import BrokerClock
-from headrace.bus.steady import SteadyClient
+from headrace.bus.steady import SteadyClient, honouring_cancel
 from headrace.errors import BrokerUnavailableError, BrokerUnsuitableError, NotProvisionedError
 from headrace.schemas.subjects import SERVICE_INBOX_PREFIX, Names
 from headrace.settings import Settings
@@ -41,11 +41,11 @@ log = logging.getLogger(__name__)
 Message = Msg
 """A message as received, for callers of `subscribe`."""
 
-_T = TypeVar("_T")
-
 # JetStream error codes, from the server's errors.json.
 ERR_STREAM_NOT_FOUND: Final = 10059
 ERR_CONSUMER_NOT_FOUND: Final = 10014
+ERR_CONSUMER_NOT_UNIQUE: Final = frozenset({10099, 10100})
+"""Another consumer of the work queue has an overlapping filter, or one of the two has none."""
 ERR_MESSAGE_NOT_FOUND: Final = 10037
 ERR_WRONG_LAST_SEQUENCE: Final = 10071
 ERR_WRONG_LAST_SEQUENCE_CONSTANT: Final = 10164
@@ -154,9 +154,9 @@ class Bus:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
         self._is_leaving = True
-        with contextlib.suppress(NatsError, TimeoutError, OSError):
-            async with asyncio.timeout(self.settings.request_timeout_s):
-                await self.nc.flush()
+        if self.is_connected:  # nobody answers otherwise, and we do not wait for a broker that may never come back
+            with contextlib.suppress(BrokerUnavailableError):
+                await self.flush()
         with contextlib.suppress(NatsError, OSError):  # the other end may be gone
             await self.nc.close()
 
@@ -164,6 +164,14 @@ class Bus:
     def is_connected(self) -> bool:
         """Whether the broker is reachable right now, as far as the client knows."""
         return bool(self.nc.is_connected)
+
+    async def flush(self) -> None:
+        """Return once the broker has had what was sent before. Raises BrokerUnavailableError where no answer comes."""
+        try:
+            async with asyncio.timeout(self.settings.request_timeout_s):
+                await self.nc.flush()
+        except (NatsError, TimeoutError, OSError) as error:
+            raise BrokerUnavailableError(f"the broker does not answer: {error or type(error).__name__}") from None
 
     async def sync_clock(self) -> None:
         """Learn the broker's time; keeps what it knew where the broker does not tell."""
@@ -206,7 +214,7 @@ class Bus:
         """
         timeout_s = timeout_s or self.settings.request_timeout_s
         try:
-            return await _honouring_cancel(self.nc.request(subject, data, timeout=timeout_s, headers=headers))
+            return await honouring_cancel(self.nc.request(subject, data, timeout=timeout_s, headers=headers))
         except NoRespondersError:
             raise NotProvisionedError(f"nobody answers on {subject}") from None
         except (NatsTimeoutError, TimeoutError):
@@ -271,7 +279,7 @@ class Bus:
     async def next_message(self, subscription: Subscription, timeout_s: float) -> Msg | None:
         """The next message of a subscription without a callback; None if none came in time."""
         try:
-            return await _honouring_cancel(subscription.next_msg(max(timeout_s, 0.001)))
+            return await honouring_cancel(subscription.next_msg(max(timeout_s, 0.001)))
         except NatsTimeoutError:
             return None
         except NatsError as error:
@@ -293,20 +301,6 @@ async def keep_clock(bus: Bus) -> None:
     while True:
         await asyncio.sleep(_CLOCK_EVERY_S)
         await bus.sync_clock()
-
-
-async def _honouring_cancel(awaitable: Awaitable[_T]) -> _T:
-    """Await something of nats-py without losing a cancellation.
-
-    It waits with `asyncio.wait_for`, which before Python 3.12 drops a cancellation that comes in the same turn of the
-    loop as the result; a background task would then run on for ever.
-    """
-    task = asyncio.current_task()
-    num_cancels = task.cancelling() if task is not None else 0
-    result = await awaitable
-    if task is not None and task.cancelling() > num_cancels:
-        raise asyncio.CancelledError
-    return result
 
 
 @contextlib.asynccontextmanager
@@ -365,6 +359,10 @@ async def connect(
             f"no NATS server answers at {_without_secrets(url)}: {reason}. "
             "Start one with `headrace up`, or set HEADRACE_NATS_URL"
         ) from None
+    except asyncio.CancelledError:
+        with contextlib.suppress(NatsError, OSError, AssertionError):
+            await nc.close()
+        raise
     bus = Bus(nc, settings, url)
     bus_holder.append(bus)
     async with bus:

@@ -57,5 +57,5 @@ async def disconnects(
 
     async with connect(url, settings, name="headrace-monitor-system", inbox_prefix="_INBOX") as bus:
         await bus.subscribe(_SUBJECT, cb=on_notice)
-        await bus.nc.flush()
+        await bus.flush()
         yield

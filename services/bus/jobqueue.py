@@ -11,8 +11,10 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
+from headrace.bus.clock import parse_time
 from headrace.bus.connection import (
     ERR_CONSUMER_NOT_FOUND,
+    ERR_CONSUMER_NOT_UNIQUE,
     ERR_MESSAGE_NOT_FOUND,
     ERR_SEQUENCE_NOT_FOUND,
     ERR_STREAM_NOT_FOUND,
@@ -20,11 +22,13 @@ from headrace.bus.connection import (
     Bus,
     StoreResult,
 )
+from headrace.bus.consumers import require_own_consumers
 from headrace.bus.joblog import stream_sequence
 from headrace.errors import BrokerUnavailableError, NotProvisionedError
 from headrace.schemas import subjects
 from headrace.schemas.jobs import Job, decode_job
 from headrace.schemas.subjects import QueueName
+from headrace.schemas.workers import WorkerNudge
 
 __all__ = ["Delivery", "JobQueue", "Progress", "QueueCounts"]
 
@@ -58,6 +62,7 @@ class _InfoState(msgspec.Struct, frozen=True):
 class _Place(msgspec.Struct, frozen=True):
     consumer_seq: int = 0
     stream_seq: int = 0
+    last_active: str | None = None
 
 
 class _ConsumerInfo(msgspec.Struct, frozen=True):
@@ -210,6 +215,15 @@ class JobQueue:
             consumer_sequence=info.delivered.consumer_seq,
         )
 
+    async def last_delivered_at(self, queue: QueueName) -> float | None:
+        """Unix seconds, by the broker's clock, at which it last sent a message of the queue to a worker."""
+        try:
+            data = await self._bus.api(f"CONSUMER.INFO.{self.stream}.{queue.consumer}")
+        except ApiRefused as refused:
+            raise BrokerUnavailableError(f"consumer {queue.consumer} of {self.stream}: {refused}") from None
+        at = msgspec.json.decode(data, type=_ConsumerInfo).delivered.last_active
+        return parse_time(at) if at is not None else None
+
     async def nak_on_behalf(self, queue: QueueName, sequence: int, progress: Progress) -> None:
         """Hand a message back that somebody else holds; `progress` must have been read just now.
 
@@ -234,7 +248,8 @@ class JobQueue:
         """Take the next message of a queue; None if there is none.
 
         Nothing is parked: the broker answers at once, and what it hands out is ours to run or to give back.
-        Raises BrokerUnavailableError where no answer comes.
+        Raises BrokerUnavailableError where no answer comes, BrokerUnsuitableError where somebody else's consumer takes
+        the same jobs.
         """
         async with self._fetch_lock:
             if queue not in self._consumers:
@@ -295,6 +310,23 @@ class JobQueue:
         """Wake one worker for a job that was handed back."""
         await self._bus.publish(self._bus.names.wake(self.model, queue), headers=headers)
 
+    async def wake_worker(self, worker: str, queue: QueueName) -> None:
+        """Wake one worker by name, for a job that it would start at once."""
+        nudge = WorkerNudge(kind="wake", consumer=queue.consumer)
+        await self._bus.publish(self._bus.names.ctl(worker), msgspec.json.encode(nudge))
+
+    async def oldest_waiting_at(self, queue: QueueName) -> float | None:
+        """Unix seconds at which the job was accepted that no worker was given yet and came first; None without one.
+
+        Two reads, so it may be a moment old. Jobs that were handed back are not looked at.
+        """
+        progress = await self.progress(queue)
+        subject = self._bus.names.jobs(self.model, queue)
+        payload = {"seq": (progress.delivered if progress is not None else 0) + 1, "next_by_subj": subject}
+        reply = await self._bus.request(f"$JS.API.DIRECT.GET.{self.stream}", msgspec.json.encode(payload))
+        job = decode_job(reply.headers or {}, b"")
+        return job.accepted_at if job is not None else None
+
     async def _info(self, payload: dict[str, Any]) -> _Info:
         try:
             return msgspec.json.decode(await self._bus.api(f"STREAM.INFO.{self.stream}", payload), type=_Info)
@@ -326,6 +358,8 @@ class JobQueue:
         except ApiRefused as refused:
             if refused.err_code == ERR_STREAM_NOT_FOUND:
                 raise NotProvisionedError(f"model {self.model!r} has no stream {self.stream}") from None
+            if refused.err_code in ERR_CONSUMER_NOT_UNIQUE:
+                await require_own_consumers(self._bus, self.model, wanted=queue)
             raise BrokerUnavailableError(f"cannot make consumer {queue.consumer} of {self.stream}: {refused}") from None
         self._consumers.add(queue)
 

@@ -8,12 +8,15 @@ import msgspec
 from nats.aio.msg import Msg
 
 from headrace.bus.batchget import multi_last
+from headrace.bus.configuration import read_config
 from headrace.bus.connection import ERR_STREAM_NOT_FOUND, ApiRefused, Bus
+from headrace.discipline.position import eta_s, position
 from headrace.errors import BrokerUnavailableError, BrokerUnsuitableError, NotProvisionedError
 from headrace.schemas import subjects
+from headrace.schemas.config import Config
 from headrace.schemas.overview import Ending, GoneWorker, Overview, QueueOverview, WorkerOverview
 from headrace.schemas.subjects import QueueName
-from headrace.schemas.workers import decode_heartbeat
+from headrace.schemas.workers import Heartbeat, decode_heartbeat
 
 __all__ = ["list_models", "list_workers", "overview"]
 
@@ -64,10 +67,13 @@ async def overview(bus: Bus) -> Overview:
             f"nothing is provisioned under the prefix {bus.names.prefix}; start Headrace with `headrace up`, "
             "or make its streams with `headrace provision`"
         )
-    workers, gone = await list_workers(bus)
+    beats, gone = await _list_beats(bus)
+    workers = [WorkerOverview.from_heartbeat(beat, age_s=age_s) for beat, age_s in beats]
+    config = await read_config(bus)
     queues: list[QueueOverview] = []
     for model in _models_of(bus, streams):
-        queues += await _queues_of(bus, model)
+        serving = [beat for beat, _ in beats if beat.model == model and beat.state in ("Ready", "Busy")]
+        queues += _with_position(await _queues_of(bus, model), serving, config)
     return Overview(workers=tuple(workers), queues=tuple(queues), gone=tuple(gone))
 
 
@@ -78,8 +84,14 @@ async def list_models(bus: Bus) -> list[str]:
 
 async def list_workers(bus: Bus) -> tuple[list[WorkerOverview], list[GoneWorker]]:
     """Live workers by id, and those whose key ended within the last minute, last first."""
+    beats, gone = await _list_beats(bus)
+    return [WorkerOverview.from_heartbeat(beat, age_s=age_s) for beat, age_s in beats], gone
+
+
+async def _list_beats(bus: Bus) -> tuple[list[tuple[Heartbeat, float]], list[GoneWorker]]:
+    """Beats of live workers with their age in seconds, by id, and the workers that are gone."""
     now = time.time()
-    live: list[WorkerOverview] = []
+    live: list[tuple[Heartbeat, float]] = []
     gone: list[GoneWorker] = []
     bucket = bus.names.workers_bucket
     for message in await multi_last(bus, f"KV_{bucket}", f"$KV.{bucket}.>"):
@@ -90,8 +102,8 @@ async def list_workers(bus: Bus) -> tuple[list[WorkerOverview], list[GoneWorker]
         if ending is not None and age_s <= _GONE_FOR_S:
             gone.append(GoneWorker(id=worker, ending=ending, age_s=age_s, model=beat.model if beat else ""))
         elif ending is None and beat is not None:
-            live.append(WorkerOverview.from_heartbeat(beat, age_s=age_s))
-    return sorted(live, key=lambda each: each.id), sorted(gone, key=lambda each: each.age_s)
+            live.append((beat, age_s))
+    return sorted(live, key=lambda each: each[0].worker), sorted(gone, key=lambda each: each.age_s)
 
 
 def _ending(message: Msg, *, is_tombstone: bool) -> Ending | None:
@@ -137,6 +149,19 @@ async def _queues_of(bus: Bus, model: str) -> list[QueueOverview]:
         return [await _queue(bus, model, name, consumers.get(name), stored.get(name, 0)) for name in in_order]
     except NotProvisionedError:
         return []
+
+
+def _with_position(queues: list[QueueOverview], beats: list[Heartbeat], config: Config) -> list[QueueOverview]:
+    """The queues of one model with the place and the wait of a request that came now."""
+    waiting = {QueueName(each.pool, each.lane, each.queue): each.queued for each in queues}
+    weights = {queue: config.weight_of(queue.queue) for queue in waiting}
+    placed = []
+    for each, queue in zip(queues, waiting, strict=True):
+        pools = config.model(each.model).servers_of(each.pool)
+        place = position(waiting, queue, num_ahead=each.queued, weights=weights)
+        wait_s = eta_s(place, [beat for beat in beats if beat.pool in pools])
+        placed.append(msgspec.structs.replace(each, position=place, eta_s=wait_s))
+    return placed
 
 
 async def _queue(

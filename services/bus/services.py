@@ -86,7 +86,8 @@ async def answering(
                     handler=endpoint_handler(endpoint.handler),
                     queue_group=endpoint.queue_group,
                 )
-            await bus.nc.flush()
+            with contextlib.suppress(BrokerError):  # it will know our subscriptions when it is back
+                await bus.flush()
             yield
         finally:
             if bus.is_connected:

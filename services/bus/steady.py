@@ -1,19 +1,28 @@
-"""nats-py's client, steadied against what other clients may send."""
+"""nats-py's client, steadied against what other clients may send, and against what is given up half-way."""
 
+import asyncio
+import contextlib
 import logging
+from collections.abc import Awaitable
+from typing import Final, TypeVar
 
-from nats.aio.client import Client
+from nats.aio.client import Client, Srv
 
-__all__ = ["SteadyClient"]
+__all__ = ["SteadyClient", "honouring_cancel"]
+
+_T = TypeVar("_T")
 
 log = logging.getLogger(__name__)
 
+_CANCEL_AGAIN_S: Final = 0.05
+
 
 class SteadyClient(Client):
-    """The client, but a message it cannot decode is dropped.
+    """The client, but nothing that others do makes it deaf, and after `close` nothing of it runs on.
 
     Subjects, replies and headers are bytes that any publisher chooses. nats-py ends its read loop over what it does
-    not expect there, and the process stays deaf until its pings go unanswered, ten seconds later.
+    not expect there, and over the answer to a flush that was cancelled; the process then stays deaf until its pings go
+    unanswered, ten seconds later. Such a message is dropped, and such an answer ignored.
     """
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
@@ -21,3 +30,55 @@ class SteadyClient(Client):
             await super()._process_msg(sid, subject, reply, data, headers)
         except Exception as error:  # the edge of the read loop: whatever one message does, the next must be read
             log.warning("a message that cannot be decoded was dropped: %s", type(error).__name__)
+
+    async def _process_pong(self) -> None:
+        if self._pongs and self._pongs[0].done():  # pongs come in the order of their pings
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
+
+    async def _connect_to_server(self, s: Srv) -> None:
+        await honouring_cancel(super()._connect_to_server(s))
+
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        await self._end_reconnecting()
+        task = asyncio.current_task()
+        num_cancels = task.cancelling() if task is not None else 0
+        try:
+            await super()._close(status, do_cbs)
+        except asyncio.CancelledError:
+            if task is not None and task.cancelling() > num_cancels:
+                raise
+            # Nobody cancelled us: the reconnecting was ended as it waited for the same socket's end as we do.
+            for told in (self._disconnected_cb, self._closed_cb):
+                if do_cbs and told is not None:
+                    await told()
+
+    async def _end_reconnecting(self) -> None:
+        # One cancellation may not be enough (see `honouring_cancel`), and nats-py would go on to connect for ever.
+        task = self._reconnection_task
+        if task is None or task is asyncio.current_task():
+            return
+        while not task.done():
+            task.cancel()
+            await asyncio.wait((task,), timeout=_CANCEL_AGAIN_S)
+        with contextlib.suppress(asyncio.CancelledError):
+            task.exception()
+
+
+async def honouring_cancel(awaitable: Awaitable[_T]) -> _T:
+    """Await something of nats-py without losing a cancellation.
+
+    It waits with `asyncio.wait_for`, which before Python 3.12 drops a cancellation that comes in the same turn of the
+    loop as the result, or as the error; a background task would then run on for ever.
+    """
+    task = asyncio.current_task()
+    num_cancels = task.cancelling() if task is not None else 0
+    try:
+        result = await awaitable
+    except Exception:
+        if task is not None and task.cancelling() > num_cancels:
+            raise asyncio.CancelledError from None
+        raise
+    if task is not None and task.cancelling() > num_cancels:
+        raise asyncio.CancelledError
+    return result

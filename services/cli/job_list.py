@@ -10,8 +10,8 @@ from headrace.bus.joblist import JobListing, ListedJob, ListedState, list_jobs
 from headrace.bus.overview import list_models
 from headrace.cli.options import connected, model_option, with_settings
 from headrace.cli.render import console, duration, table
+from headrace.discipline.position import position
 from headrace.errors import HeadraceError
-from headrace.router.position import position
 from headrace.schemas.subjects import Lane
 from headrace.settings import Settings
 

@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from headrace.schemas.overview import Overview
+from headrace.schemas.overview import Overview, WorkerOverview
 
 __all__ = ["console", "deployment", "duration", "is_terminal", "safe", "table"]
 
@@ -76,7 +76,7 @@ def _workers(now: Overview) -> Table:
             each.model,
             each.engine,
             Text(each.state, style=_STATE_STYLES.get(each.state, "")),
-            f"{each.running}/{each.max_concurrency}",
+            _running(each),
             f"{each.kv_reserved_tokens:,}/{each.kv_capacity_tokens:,}",
             each.pool,
             f"{each.host}:{each.pid}",
@@ -86,6 +86,14 @@ def _workers(now: Overview) -> Table:
     ]
     columns = ("id", "model", "engine", "state", "running", "KV tokens", "pool", "host:pid", "")
     return table("Workers", columns, rows, right=("running", "KV tokens"))
+
+
+def _running(each: WorkerOverview) -> str:
+    """What runs, of how many: `1/1 of 4` where memory carries one of the four that were asked for."""
+    effective = each.effective_concurrency
+    if effective is None or effective >= each.max_concurrency:
+        return f"{each.running}/{each.max_concurrency}"
+    return f"{each.running}/{effective} of {each.max_concurrency}"
 
 
 def _queues(now: Overview) -> Table:
@@ -98,8 +106,9 @@ def _queues(now: Overview) -> Table:
             str(each.queued),
             str(each.running),
             duration(each.oldest_age_s),
+            duration(each.eta_s),
         )
         for each in now.queues
     ]
-    columns = ("model", "pool", "lane", "queue", "queued", "running", "oldest waits")
-    return table("Queues", columns, rows, right=("queued", "running", "oldest waits"))
+    columns = ("model", "pool", "lane", "queue", "queued", "running", "oldest waits", "next would wait")
+    return table("Queues", columns, rows, right=("queued", "running", "oldest waits", "next would wait"))

@@ -110,6 +110,7 @@ class Client:
             headers={name: value for name, value in headers.items() if value is not None},
             is_streaming=bool(parameters.get("stream", True)),
             deadline_s=deadline_s or self.bus.settings.deadline_s,
+            is_new_id=job_id is None,
         )
         if len(submission.body) > self.bus.max_data_bytes:
             raise RequestError(

@@ -45,7 +45,7 @@ _STATUS_NO_RESPONDERS: Final = "503"
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to publish: body and headers as they go over the wire."""
+    """A request to publish: body and headers as they go over the wire. `is_new_id`: nobody can have used its id."""
 
     op: Operation
     model: str
@@ -53,6 +53,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     headers: dict[str, str]
     is_streaming: bool
     deadline_s: float
+    is_new_id: bool = False
 
 
 class JobStream:
@@ -147,10 +148,13 @@ class JobStream:
         with step_span(Step.PUBLISH, submission.model, parent=span.context) as publishing:
             headers = dict(submission.headers)
             telemetry.inject(headers, publishing.context)
+            if submission.is_new_id:
+                headers[subjects.HDR_NEW_ID] = "1"
             while True:
                 inbox = self._bus.names.job_inbox(self._tenant, self.job)
                 await self._bus.publish(subject, submission.body, reply=inbox, headers=headers)
                 answer = await self._await_answer(subscription)
+                headers.pop(subjects.HDR_NEW_ID, None)
                 if answer is not None:
                     self._accepted = answer
                     return Accepted(

@@ -14,7 +14,7 @@ from headrace.bus.overview import list_workers, overview
 from headrace.bus.provision import ensure_provisioned
 from headrace.bus.services import Endpoint, IncomingRequest, answering, refuse, reply_with
 from headrace.errors import BrokerError, BrokerUnavailableError
-from headrace.lifecycle import wait_first
+from headrace.lifecycle import unless_stopped, wait_first
 from headrace.monitor.changes import Change, changes_between, live_beats
 from headrace.monitor.deadlines import Deadlines
 from headrace.monitor.guard import Guard
@@ -40,7 +40,8 @@ async def run_monitor(bus: Bus, *, stop: asyncio.Event) -> None:
     Goes on through a broker's restart. Raises BrokerError where the broker cannot be used at the start, or the
     connection was given up for good.
     """
-    await ensure_provisioned(bus)
+    if not await unless_stopped(ensure_provisioned(bus), stop):
+        return
     monitor = _Monitor(bus)
     view = WorkersView(bus)
     endpoint = Endpoint(name="state", subject=bus.names.monitor_state(), handler=monitor.answer)

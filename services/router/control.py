@@ -8,16 +8,16 @@ import msgspec
 from headrace.bus.connection import Bus, Stored
 from headrace.bus.joblog import JobLog
 from headrace.bus.services import IncomingRequest, refuse, reply_with
+from headrace.discipline.position import eta_s, position, waiting_of
 from headrace.errors import BrokerError
 from headrace.lifecycle import Backoff
 from headrace.router.models import Models
-from headrace.router.position import eta_s, position, waiting_of
 from headrace.schemas import events, subjects
 from headrace.schemas.endings import deadline_exceeded, end_of
 from headrace.schemas.events import Event
 from headrace.schemas.jobs import CancelRequest, Job, JobStatus, decode_job
 from headrace.schemas.refusals import Refusal
-from headrace.schemas.states import JobState
+from headrace.schemas.states import JobState, step
 from headrace.schemas.subjects import QueueName, is_job_id, is_model_name, is_name
 from headrace.schemas.workers import WorkerNudge
 
@@ -56,7 +56,11 @@ class Control:
         await reply_with(self._bus, incoming, await self._describe(tenant, job, state))
 
     async def cancel(self, incoming: IncomingRequest) -> None:
-        """Append `cancelled` unless the job ended already; answer with what it is now."""
+        """Append `cancelled` unless the job ended already; answer with what it is now.
+
+        A worker may append many times a second, each of which wins over an append that was prepared before. So only
+        the first look is at the whole log; after a lost race nothing but the last event is read before the next try.
+        """
         found = _job_of(incoming.subject)
         wish = _cancel_request(incoming.data)
         if found is None or wish is None:
@@ -64,17 +68,13 @@ class Control:
             await refuse(self._bus, incoming, refusal)
             return
         tenant, job = found
+        state = _with_wish(await self._log.state(tenant, job), wish)
+        queued = None if state.is_terminal else await self._message(tenant, job, state)
+        if state.last is None and queued is None:
+            await refuse(self._bus, incoming, _not_found())
+            return
         retries = Backoff(first_s=_RETRY_FIRST_S, max_s=_RETRY_MAX_S, for_s=self._bus.settings.retry_for_s)
-        while not retries.is_over:
-            state = await self._log.state(tenant, job)
-            if state.is_terminal:
-                await reply_with(self._bus, incoming, await self._describe(tenant, job, state))
-                return
-            state = _with_wish(state, wish)
-            queued = await self._message(tenant, job, state)
-            if state.last is None and queued is None:
-                await refuse(self._bus, incoming, _not_found())
-                return
+        while not state.is_terminal and not retries.is_over:
             event = events.ended(
                 "cancelled",
                 job,
@@ -85,10 +85,17 @@ class Control:
             )
             if await self._append(tenant, state, event, queued):
                 await self._after_end(tenant, job, state, queued)
-                after = await self._log.state(tenant, job)
-                await reply_with(self._bus, incoming, await self._describe(tenant, job, after))
-                return
-            await retries.pause()
+                state = step(state, event)
+                break
+            last = await self._log.last_from_leader(tenant, job)
+            if last is not None and last.sequence > state.sequence:
+                state = step(state, last)
+                queued = queued or await self._message(tenant, job, state)
+            else:
+                await retries.pause()
+        if state.is_terminal:
+            await reply_with(self._bus, incoming, await self._describe(tenant, job, state))
+            return
         await refuse(self._bus, incoming, Refusal(code="internal", message="the broker gave no clear answer in time"))
 
     async def _append(self, tenant: str, state: JobState, event: Event, queued: Job | None) -> bool:

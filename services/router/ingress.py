@@ -4,23 +4,24 @@ import logging
 import uuid
 from typing import Final
 
-import msgspec
-
 from headrace import telemetry
 from headrace.bus.configuration import ConfigView
 from headrace.bus.connection import Bus, Refused, Stored, StoreResult, Unknown
 from headrace.bus.joblog import JobLog
 from headrace.bus.services import IncomingRequest, refuse, reply_with
+from headrace.discipline.affinity import prefix_hashes
+from headrace.discipline.position import eta_s, position, retry_after_s, waiting_of
 from headrace.errors import BrokerError, NotProvisionedError
 from headrace.lifecycle import Backoff
 from headrace.router.admission import Wish, check_reply, read_wish
+from headrace.router.attempt import Try
 from headrace.router.deliveries import Deliveries
 from headrace.router.inflight import InFlight
-from headrace.router.limits import Permit, TenantLimits
+from headrace.router.limits import TenantLimits
 from headrace.router.models import Models
 from headrace.router.placement import Placed, Placement
-from headrace.router.position import eta_s, position, retry_after_s, waiting_of
 from headrace.schemas import events, subjects
+from headrace.schemas.conversation import conversation_texts
 from headrace.schemas.events import AcceptedBody
 from headrace.schemas.jobs import Job, body_hash
 from headrace.schemas.openai import RequestLimits
@@ -36,20 +37,6 @@ log = logging.getLogger(__name__)
 _MAX_BODY_BYTES: Final = 900_000
 _RETRY_FIRST_S: Final = 0.25
 _RETRY_MAX_S: Final = 2.0
-
-
-class _Try(msgspec.Struct):
-    """What is settled about a request, through all tries to take it in.
-
-    `job` is its id unless the client chose one; `asked` the request at the model asked for, None once it went on.
-    With `is_unclear` the broker may have its message: then it stays where it is, and what it paid stays paid.
-    """
-
-    job: JobId
-    asked: Wish | None = None
-    placed: Placed | None = None
-    permit: Permit | None = None
-    is_unclear: bool = False
 
 
 class Ingress:
@@ -84,7 +71,7 @@ class Ingress:
 
     async def _handle_until_clear(self, incoming: IncomingRequest, span: Span) -> Refusal | None:
         """Try through a broker's restart; always under one id and in one place, so that no unclear try is doubled."""
-        attempt = _Try(JobId(uuid.uuid4().hex))
+        attempt = Try(JobId(uuid.uuid4().hex))
         retries = Backoff(first_s=_RETRY_FIRST_S, max_s=_RETRY_MAX_S, for_s=self._settings.retry_for_s)
         while True:
             try:
@@ -95,7 +82,7 @@ class Ingress:
                     return Refusal(code="internal", message="the broker did not answer; send the request again")
             await retries.pause()
 
-    async def _handle(self, incoming: IncomingRequest, attempt: _Try, span: Span) -> Refusal | None:
+    async def _handle(self, incoming: IncomingRequest, attempt: Try, span: Span) -> Refusal | None:
         if not incoming.reply and subjects.HDR_ID not in incoming.headers:
             log.info("a request without a reply inbox and without an id was dropped: nobody could read its answer")
             span.fail("invalid_value")
@@ -126,7 +113,8 @@ class Ingress:
             if isinstance(wish, Refusal):
                 return wish
             span.set({"gen_ai.request.model": wish.model})
-            if wish.job is not None and await self._log.last_from_leader(wish.tenant, job) is not None:
+            may_be_known = wish.job is not None and subjects.HDR_NEW_ID not in incoming.headers
+            if may_be_known and await self._log.last_from_leader(wish.tenant, job) is not None:
                 return await self._attach(incoming, wish, job, digest, span)
             placed = await self._placement.place(wish, job, incoming.data)
             if isinstance(placed, Refusal):
@@ -146,7 +134,7 @@ class Ingress:
             self._limits.give_back(attempt.permit)
         return refusal
 
-    async def _other(self, attempt: _Try, data: bytes) -> Placed | None:
+    async def _other(self, attempt: Try, data: bytes) -> Placed | None:
         """Where else a request goes when the queue it was placed in is full: once, and if it has a fallback."""
         full, asked = attempt.placed, attempt.asked
         if full is None or asked is None or attempt.is_unclear:
@@ -157,7 +145,7 @@ class Ingress:
         return None if isinstance(own, Refusal) else own
 
     async def _enqueue(
-        self, incoming: IncomingRequest, attempt: _Try, placed: Placed, digest: str, span: Span
+        self, incoming: IncomingRequest, attempt: Try, placed: Placed, digest: str, span: Span
     ) -> Refusal | None:
         wish, job = placed.wish, self._job(placed, attempt, digest, incoming.data)
         queue = self._models.queue(job.model)
@@ -197,14 +185,19 @@ class Ingress:
             return await self._duplicate(incoming, wish, job, result, attempt, span)
         attempt.is_unclear = True  # should the broker fail us from here on, the next try finds this message
         self._models.note_published(job.model, wish.queue)
-        body = await self._accepted_body(wish, job.job, result.sequence)
+        if job.preferred is not None:
+            await queue.wake_worker(job.preferred, wish.queue)
+        if self._models.is_room_left(job.model, wish.queue.pool, job.need_tokens):
+            body = AcceptedBody(job=job.job, sequence=result.sequence, position=0, eta_s=0.0, model=job.model)
+        else:
+            body = await self._accepted_body(wish, job.job, result.sequence)
         secured = await self._secure(incoming, job.tenant, job.job)
         await self._answer(incoming, body)
         await self._append_accepted(job, body)
         await self._deliver(incoming, job.tenant, job.job, secured)
         return None
 
-    async def _publish(self, wish: Wish, job: Job, headers: dict[str, str], attempt: _Try) -> StoreResult | None:
+    async def _publish(self, wish: Wish, job: Job, headers: dict[str, str], attempt: Try) -> StoreResult | None:
         """None where the tenant has as many requests in flight as it may have.
 
         A try whose outcome was unclear may itself be what is counted, so the next one does not count.
@@ -219,7 +212,7 @@ class Ingress:
             return Unknown(str(error), is_unserved=True)
 
     async def _duplicate(
-        self, incoming: IncomingRequest, wish: Wish, job: Job, result: Stored, attempt: _Try, span: Span
+        self, incoming: IncomingRequest, wish: Wish, job: Job, result: Stored, attempt: Try, span: Span
     ) -> Refusal | None:
         headers = await self._models.queue(job.model).headers_of(result.sequence)
         if headers is not None:
@@ -230,7 +223,7 @@ class Ingress:
         return await self._attach(incoming, wish, job.job, job.body_hash, span, attempt)
 
     async def _at_limit(
-        self, incoming: IncomingRequest, wish: Wish, job: Job, attempt: _Try, span: Span
+        self, incoming: IncomingRequest, wish: Wish, job: Job, attempt: Try, span: Span
     ) -> Refusal | None:
         if wish.job is not None and await self._log.last_from_leader(job.tenant, job.job) is not None:
             return await self._attach(incoming, wish, job.job, job.body_hash, span, attempt)
@@ -241,7 +234,7 @@ class Ingress:
             retry_after_s=retry_after_s(eta_s(0, self._models.workers_of(job.model, wish.queue.pool))),
         )
 
-    async def _full(self, incoming: IncomingRequest, wish: Wish, job: Job, attempt: _Try, span: Span) -> Refusal | None:
+    async def _full(self, incoming: IncomingRequest, wish: Wish, job: Job, attempt: Try, span: Span) -> Refusal | None:
         if await self._log.last_from_leader(job.tenant, job.job) is not None:
             return await self._attach(incoming, wish, job.job, job.body_hash, span, attempt)
         if attempt.is_unclear:
@@ -264,7 +257,7 @@ class Ingress:
         job: str,
         digest: str,
         span: Span,
-        attempt: _Try | None = None,
+        attempt: Try | None = None,
     ) -> Refusal | None:
         state = await self._log.state(wish.tenant, job)
         if state.body_hash and state.body_hash != digest:
@@ -278,8 +271,9 @@ class Ingress:
         await self._deliver(incoming, wish.tenant, job, secured)
         return None
 
-    def _job(self, placed: Placed, attempt: _Try, digest: str, data: bytes) -> Job:
+    def _job(self, placed: Placed, attempt: Try, digest: str, data: bytes) -> Job:
         wish, fallback = placed.wish, placed.fallback
+        hashes = prefix_hashes(conversation_texts(wish.request))
         return Job(
             tenant=wish.tenant,
             job=JobId(wish.job) if wish.job is not None else attempt.job,
@@ -293,6 +287,7 @@ class Ingress:
             need_tokens=placed.need_tokens,
             fallback=fallback.model if fallback is not None else None,
             fallback_pool=fallback.queue.pool if fallback is not None else DEFAULT_POOL,
+            preferred=self._models.preferred(wish.model, wish.queue.pool, hashes, placed.need_tokens),
         )
 
     async def _accepted_body(
@@ -302,7 +297,8 @@ class Ingress:
             return AcceptedBody(job=job, sequence=sequence, position=0, eta_s=0.0, model=state.model or wish.model)
         workers = self._models.workers_of(wish.model, wish.queue.pool)
         waiting = waiting_of(await self._models.counts(wish.model), workers)
-        before = position(waiting, wish.queue, num_ahead=max(0, waiting.get(wish.queue, 0) - 1))  # itself is there too
+        num_ahead = max(0, waiting.get(wish.queue, 0) - 1)  # itself is there too
+        before = position(waiting, wish.queue, num_ahead=num_ahead, weights=self._models.weights(waiting))
         return AcceptedBody(job=job, sequence=sequence, position=before, eta_s=eta_s(before, workers), model=wish.model)
 
     async def _append_accepted(self, job: Job, body: AcceptedBody) -> None:

@@ -1,6 +1,8 @@
 """Which models a router knows, and what their workers can carry."""
 
 import time
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from headrace.bus.configuration import ConfigView
@@ -8,6 +10,9 @@ from headrace.bus.connection import Bus
 from headrace.bus.heartbeats import WorkersView
 from headrace.bus.jobqueue import JobQueue, QueueCounts
 from headrace.bus.provision import ensure_jobs_stream
+from headrace.discipline.affinity import preferred
+from headrace.discipline.placement import view_of
+from headrace.discipline.position import num_startable
 from headrace.schemas.subjects import DEFAULT_POOL, QueueName
 from headrace.schemas.workers import Heartbeat
 
@@ -17,6 +22,9 @@ _KNOWN_FOR_S: Final = 60.0
 _UNKNOWN_FOR_S: Final = 1.0
 _COUNTS_FOR_S: Final = 0.1
 _MAX_REMEMBERED: Final = 4_096
+_UNSEEN_FOR_S: Final = 1.0
+"""How long a published job may be missing from the workers' beats."""
+_MAX_UNSEEN: Final = 1_024
 
 
 class Models:
@@ -32,6 +40,7 @@ class Models:
         self._queues: dict[str, JobQueue] = {}
         self._answers: dict[str, tuple[float, bool]] = {}
         self._counts: dict[str, tuple[float, QueueCounts]] = {}
+        self._unseen: dict[tuple[str, str], deque[float]] = {}
 
     async def is_known(self, model: str) -> bool:
         """Whether the model has a job stream, or is configured."""
@@ -79,6 +88,18 @@ class Models:
         known = self._counts.get(model)
         if known is not None:
             known[1][queue] = known[1].get(queue, 0) + 1
+        self._unseen.setdefault((model, queue.pool), deque(maxlen=_MAX_UNSEEN)).append(time.monotonic())
+
+    def is_room_left(self, model: str, pool: str, need_tokens: int) -> bool:
+        """Whether the workers have more room than they could be missing jobs of ours, so that a job starts at once.
+
+        Then nothing waits, and nobody needs to ask the broker what does. Jobs that other routers published a moment
+        ago are not seen; a position is a moment old anyway.
+        """
+        unseen = self._unseen.get((model, pool), ())
+        horizon = time.monotonic() - _UNSEEN_FOR_S
+        num_unseen = sum(at > horizon for at in unseen)
+        return num_startable(self.workers_of(model, pool), need_tokens) >= num_unseen
 
     def workers_of(self, model: str, pool: str = DEFAULT_POOL) -> list[Heartbeat]:
         """Live workers, not leaving, that may run a request of a pool: its own, and those of pools that lend to it."""
@@ -89,9 +110,20 @@ class Models:
             if beat.model == model and beat.pool in pools and beat.state in ("Ready", "Busy")
         ]
 
+    def preferred(self, model: str, pool: str, hashes: Sequence[str], need_tokens: int) -> str | None:
+        """The worker with the longest part of these prefixes in its cache that would start the job now."""
+        if not hashes:
+            return None
+        views = [view_of(beat, prefixes=beat.prefixes) for beat in self.workers_of(model, pool)]
+        return preferred(hashes, views, need_tokens)
+
     def pools(self, model: str) -> frozenset[str]:
         """Pools that some worker serves; those that are configured exist too."""
         return frozenset(beat.pool for beat in self._workers.beats.values() if beat.model == model)
+
+    def weights(self, queues: Iterable[QueueName]) -> dict[QueueName, float]:
+        """Each queue's share of its lane."""
+        return {queue: self._view.config.weight_of(queue.queue) for queue in queues}
 
     def queue_limit(self, model: str) -> int:
         """Requests that the model's stream holds at most."""

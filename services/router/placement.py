@@ -6,9 +6,9 @@ import msgspec
 
 from headrace.bus.configuration import ConfigView
 from headrace.bus.connection import Bus
+from headrace.discipline.position import eta_s, position, waiting_of
 from headrace.router.admission import Wish
 from headrace.router.models import Models
-from headrace.router.position import eta_s, position, waiting_of
 from headrace.router.routing import choose_queue
 from headrace.router.sizing import Sizing
 from headrace.schemas.refusals import Refusal
@@ -111,6 +111,7 @@ class Placement:
         if not workers:
             return False
         waiting = waiting_of(await self._models.counts(wish.model), workers)
-        before = position(waiting, wish.queue, num_ahead=waiting.get(wish.queue, 0))
+        num_ahead = waiting.get(wish.queue, 0)
+        before = position(waiting, wish.queue, num_ahead=num_ahead, weights=self._models.weights(waiting))
         eta = eta_s(before, workers)
         return eta is None or eta <= wish.queue_timeout_s

@@ -10,7 +10,7 @@ from headrace.bus.joblog import JobLog
 from headrace.bus.provision import ensure_provisioned
 from headrace.bus.services import Endpoint, answering
 from headrace.errors import BrokerUnavailableError
-from headrace.lifecycle import wait_first
+from headrace.lifecycle import unless_stopped, wait_first
 from headrace.router.control import Control
 from headrace.router.deliveries import Deliveries
 from headrace.router.ingress import Ingress
@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 async def run_router(bus: Bus, *, stop: asyncio.Event) -> None:
     """Route until `stop`; requests under way are finished first. Raises BrokerError if the broker is gone for good."""
-    await ensure_provisioned(bus)
+    if not await unless_stopped(ensure_provisioned(bus), stop):
+        return
     workers = WorkersView(bus)
     view = ConfigView(bus)
     async with workers.running(), view.running(), asyncio.TaskGroup() as group:

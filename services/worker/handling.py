@@ -1,6 +1,7 @@
 """From a fetched message to its settlement: the I/O around the decisions of W1."""
 
 import asyncio
+import enum
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -14,22 +15,27 @@ from headrace.bus.handover import publish_to_fallback
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import Delivery, JobQueue
+from headrace.discipline.affinity import RecentPrefixes, prefix_hashes
+from headrace.discipline.placement import Placement, place
 from headrace.errors import BrokerError
 from headrace.schemas import events
+from headrace.schemas.conversation import conversation_texts
 from headrace.schemas.endings import deadline_exceeded, faults_exhausted, queue_timeout
 from headrace.schemas.events import Event, Owner
 from headrace.schemas.handover import standing
 from headrace.schemas.jobs import Job
 from headrace.schemas.refusals import Refusal
 from headrace.schemas.states import JobState, fold
+from headrace.schemas.subjects import QueueName
 from headrace.telemetry import Span, Step, job_attributes, step_span
 from headrace.telemetry.names import EVENT_REQUEUED, HEADRACE_REASON
 from headrace.worker.appending import Appended
 from headrace.worker.claim import Action, Decision, Situation, decide
 from headrace.worker.engines.base import Engine
 from headrace.worker.execution import Claimed, Execution, Outcome, ResultKind
+from headrace.worker.gate import Gate
 from headrace.worker.held import Held, HeldSet
-from headrace.worker.ledger import Ledger
+from headrace.worker.neighbours import Neighbours
 from headrace.worker.planning import NotNow, Plan, Planner
 from headrace.worker.settling import Settler
 
@@ -39,7 +45,11 @@ log = logging.getLogger(__name__)
 
 _MAX_REFUSED: Final = 8
 """Refused appends that send us back to the top before the message is dropped."""
-_LOOK_AGAIN_S: Final = 1.0
+_LOOK_AROUND_S: Final = 0.15
+"""How often one that does not fit here looks for a worker where it would start."""
+_LOOK_AROUNDS: Final = 6
+"""Looks around after which its log is read again: it may have been cancelled, or its time be up."""
+_LENT_RETRY_S: Final = 2.0
 _HOLE_READS: Final = 10
 _HOLE_PAUSE_S: Final = 0.2
 _FIRST_RETRY_S: Final = 0.5
@@ -48,11 +58,20 @@ _MAX_RETRY_S: Final = 30.0
 _SERVICE_TIME_WEIGHT: Final = 0.1
 
 
+class _Entry(enum.Enum):
+    """What came of asking for a place in the engine's memory."""
+
+    IN = "in"
+    AGAIN = "again"
+    GONE = "gone"
+
+
 class Handler:
     """Takes fetched messages to their end. One per worker.
 
-    `identity` gives this registration as an owner for a queue sequence; `beat_settled` waits for a beat under way;
-    `room_changed` is called when memory or a slot is freed. Nothing it does with one message can hurt another.
+    `identity` gives this registration as an owner for a queue sequence; `beat_settled` waits for beats older than a
+    number; `room_changed` is called when memory or a slot is freed, `passed_on` with the queue and the estimated need
+    of a job that went to another worker. Nothing it does with one message can hurt another.
     `seconds_per_job` is a moving average over the jobs it ran to their end.
     """
 
@@ -61,12 +80,16 @@ class Handler:
         bus: Bus,
         *,
         queue: JobQueue,
+        pool: str,
         engine: Engine,
-        ledger: Ledger,
+        gate: Gate,
+        neighbours: Neighbours,
+        served: RecentPrefixes,
         held: HeldSet,
         identity: Callable[[int], Owner],
-        beat_settled: Callable[[], Awaitable[None]],
+        beat_settled: Callable[[int], Awaitable[None]],
         room_changed: Callable[[], None],
+        passed_on: Callable[[QueueName, int], None],
         job_ended: Callable[[str, str], None],
     ) -> None:
         self._bus = bus
@@ -74,15 +97,18 @@ class Handler:
         self._log = JobLog(bus)
         self._bucket = WorkersBucket(bus)
         self._queue = queue
+        self._pool = pool
         self._engine = engine
-        self._ledger = ledger
+        self._gate = gate
+        self._neighbours = neighbours
+        self._served = served
         self._held = held
         self._identity = identity
         self._beat_settled = beat_settled
         self._room_changed = room_changed
-        self._planner = Planner(engine, ledger, default_max_tokens=bus.settings.default_max_tokens)
+        self._passed_on = passed_on
+        self._planner = Planner(engine, default_max_tokens=bus.settings.default_max_tokens)
         self._settler = Settler(bus, queue=queue, held=held, identity=identity, job_ended=job_ended)
-        self._released = asyncio.Event()
         self.seconds_per_job: float | None = None
 
     def hold(self, delivery: Delivery) -> Held | None:
@@ -93,7 +119,7 @@ class Handler:
         job = delivery.job
         if job is None or delivery.sequence in self._held:
             return None
-        held = Held(delivery, job.tenant, job.job)
+        held = Held(delivery, job)
         self._held.add(held)
         return held
 
@@ -116,9 +142,8 @@ class Handler:
             log.exception("job %s: unexpected error", job.job)
             await self._after_defect(held, job)
         finally:
-            self._ledger.release(held)
             self._held.remove(held)
-            self._released.set()
+            self._gate.leave(held)
             self._room_changed()
 
     async def _after_defect(self, held: Held, job: Job) -> None:
@@ -142,7 +167,7 @@ class Handler:
     def drain(self) -> None:
         """Hand back what waits and stop taking more; what runs goes on until `stop` is called on it."""
         self._settler.draining.set()
-        self._released.set()
+        self._gate.close()
 
     async def _process(self, held: Held, job: Job, span: Span) -> None:
         """Follow W1 until a row is the last; each pass begins with a fresh read of the log."""
@@ -163,17 +188,17 @@ class Handler:
                         num_refused += 1
                         continue
                     plan = planned
-                if not await self._has_place(held, job, plan, state):
+                entry = await self._enter(held, job, plan, state, span)
+                if entry is _Entry.GONE:
                     return
-                if not self._ledger.fits(plan.need_tokens):
+                if entry is _Entry.AGAIN:
                     continue
-                self._ledger.reserve(held, plan.need_tokens)
                 if decision.action is Action.RUN:
                     await self._run(held, job, plan, state, span)
                     return
                 if await self._claim_and_run(held, job, plan, state, span):
                     return
-                self._ledger.release(held)
+                self._gate.leave(held)
             elif await self._without_running(held, job, state, decision, span):
                 return
             num_refused += 1
@@ -260,35 +285,62 @@ class Handler:
             )
         )
 
-    async def _has_place(self, held: Held, job: Job, plan: Plan, state: JobState) -> bool:
-        """Wait until it may fit, or its time may be up; False if it was handed back."""
+    async def _enter(self, held: Held, job: Job, plan: Plan, state: JobState, span: Span) -> _Entry:
+        """Get it a place in the engine's memory, here or with another worker.
+
+        AGAIN: it waits in its place, and its log should be read before it waits on. GONE: nothing is left to do here.
+        """
         is_suspect = state.is_suspect(max_faults=self._settings.max_attempts)
         if is_suspect and not held.is_suspect and self._held.has_suspect:
             await self._hand_back(held, job, _FIRST_RETRY_S)
-            return False
+            return _Entry.GONE
         held.is_suspect = is_suspect
-        if self._ledger.fits(plan.need_tokens):
-            return True
-        held.is_waiting = True
-        self._room_changed()
-        try:
-            async with asyncio.timeout(_LOOK_AGAIN_S):
-                while not self._ledger.fits(plan.need_tokens) and not self._settler.draining.is_set():
-                    self._released.clear()
-                    await self._released.wait()
-        except TimeoutError:
-            return True
-        finally:
-            held.is_waiting = False
-        if self._settler.draining.is_set():
-            await self._hand_back(held, job)
-            return False
-        return True
+        is_in = self._gate.enter(held, plan.need_tokens, is_interrupted=state.was_started)
+        for _ in range(_LOOK_AROUNDS):
+            if self._settler.draining.is_set():
+                await self._hand_back(held, job)
+                return _Entry.GONE
+            if is_in:
+                return _Entry.IN
+            if held.is_void:
+                return _Entry.GONE
+            others = await self._neighbours.of_pool(held.delivery.queue.pool)
+            if others is not None and held not in self._gate:
+                where, other = place(
+                    plan.need_tokens,
+                    self._gate.room,
+                    others,
+                    num_delivered=held.delivery.num_delivered,
+                    held_s=time.monotonic() - held.since,
+                )
+                if where is Placement.NEVER and not self._is_own(held):  # its own pool's workers may come yet
+                    self._passed_on(held.delivery.queue, job.need_tokens)
+                    await self._hand_back(held, job, _LENT_RETRY_S)
+                    return _Entry.GONE
+                if where is Placement.NEVER:
+                    is_ended = await self._settler.end(held, job, state, self._too_large(plan), span)
+                    return _Entry.GONE if is_ended else _Entry.AGAIN
+                if where is Placement.HAND_BACK:
+                    self._passed_on(held.delivery.queue, job.need_tokens)
+                    await self._hand_back(held, job, to=other)
+                    return _Entry.GONE
+            is_in = await self._gate.let_in(held, timeout_s=_LOOK_AROUND_S)
+        return _Entry.IN if is_in else _Entry.AGAIN
+
+    def _is_own(self, held: Held) -> bool:
+        return held.delivery.queue.pool == self._pool
+
+    def _too_large(self, plan: Plan) -> Refusal:
+        return Refusal(
+            code="exceeds_capacity",
+            message=f"the request needs {plan.need_tokens} KV tokens; no worker of its pool has that many, "
+            f"this one has {self._gate.room.capacity_tokens}",
+        )
 
     async def _claim_and_run(self, held: Held, job: Job, plan: Plan, state: JobState, span: Span) -> bool:
         """False if another event came first (back to the top)."""
         async with asyncio.timeout(self._settings.retry_for_s):
-            await self._beat_settled()
+            await self._beat_settled(held.listed_in)
         if held.is_void:
             return True
         owner = self._identity(held.delivery.sequence)
@@ -347,6 +399,7 @@ class Handler:
             clock=self._bus.clock,
             span=span,
         )
+        self._served.note(prefix_hashes(conversation_texts(plan.request)))
         self._room_changed()
         began = time.monotonic()
         try:
@@ -376,13 +429,12 @@ class Handler:
             delay_s = min(_FIRST_RETRY_S * 2 ** len(state.faults), _MAX_RETRY_S)
         await self._hand_back(held, job, delay_s)
 
-    async def _hand_back(self, held: Held, job: Job, delay_s: float = 0.0) -> None:
-        self._ledger.release(held)
+    async def _hand_back(self, held: Held, job: Job, delay_s: float = 0.0, *, to: str | None = None) -> None:
         held.is_suspect = False
         held.is_backing_off = True
-        self._released.set()
+        self._gate.leave(held)
         self._room_changed()
-        await self._settler.hand_back(held, job, delay_s=delay_s)
+        await self._settler.hand_back(held, job, delay_s=delay_s, to=to)
 
     async def _history(self, job: Job, state: JobState) -> tuple[Event, ...] | None:
         """All events up to our own `started`, whole; None where the log has a hole that stays."""

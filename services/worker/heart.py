@@ -18,13 +18,16 @@ log = logging.getLogger(__name__)
 
 _MIN_INTERVAL_S: Final = 0.02
 """Bounds the beats that changes of the held set cause."""
+_TAKING: Final = -1
+"""Stands for the number of a beat that is being taken: older than any."""
 
 
 class Heart:
     """Beats at each interval, and at once when told that something changed.
 
-    `compose` gives the beat to send. `epoch` names the registration; losing the key ends it: `on_lost` is called, and
-    a new epoch begins. `revision` is the last acknowledged beat's. No beat is sent while `is_well` says no.
+    `compose` gives the beat to send and its number, which rises. `epoch` names the registration; losing the key ends
+    it: `on_lost` is called, and a new epoch begins. `revision` is the last acknowledged beat's. No beat is sent while
+    `is_well` says no.
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class Heart:
         *,
         interval_s: float,
         ttl_s: float,
-        compose: Callable[[], Heartbeat],
+        compose: Callable[[], tuple[int, Heartbeat]],
         new_epoch: Callable[[], str],
         on_lost: Callable[[], Awaitable[None]],
         is_well: Callable[[], bool] = lambda: True,
@@ -49,7 +52,8 @@ class Heart:
         self._on_lost = on_lost
         self._is_well = is_well
         self._changed = asyncio.Event()
-        self._settled = asyncio.Event()
+        self._stored = asyncio.Event()
+        self._oldest_open: int | None = None
         self._last_ok = -float("inf")
         self.epoch = epoch if epoch is not None else new_epoch()
         self.revision = 0
@@ -82,18 +86,21 @@ class Heart:
         if not isinstance(result, Stored):
             raise BrokerUnavailableError(f"cannot register worker {self._worker}: {result.reason}")
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether no beat is under way whose outcome is open."""
-        return self._settled.is_set()
+    def is_settled(self, number: int) -> bool:
+        """Whether no beat older than `number` is under way, or of unknown outcome. May be asked from another thread."""
+        oldest = self._oldest_open
+        return oldest is None or oldest >= number
 
-    async def settled(self) -> None:
-        """Wait until no beat is under way whose outcome is open.
+    async def settled(self, number: int) -> None:
+        """Wait until that is so.
 
-        A claim names the last acknowledged beat, and any later one must list what was claimed. So a claim waits for a
-        beat that was composed before its message was listed, or others would take the owner for one that gave it up.
+        A claim names the last acknowledged beat, and any later one must list what was claimed. So a claim waits for
+        the beats that were composed before its message was listed, or others would take the owner for one that gave
+        it up.
         """
-        await self._settled.wait()
+        while not self.is_settled(number):
+            self._stored.clear()
+            await self._stored.wait()
 
     async def run(self) -> None:
         """Beat until cancelled."""
@@ -118,15 +125,20 @@ class Heart:
         await self._bucket.remove(self._worker, expected_revision=self.revision)
 
     async def _beat(self) -> StoreResult:
-        self._settled.clear()
+        if self._oldest_open is None:
+            self._oldest_open = _TAKING  # before it is taken, so that whoever composes and then looks sees one of them
+        number, beat = self._compose()
+        if self._oldest_open == _TAKING:
+            self._oldest_open = number
         # No longer than an interval: after a beat without an answer the next one's compare-and-set tells what it was.
         result = await self._bucket.put(
-            self._compose(), expected_revision=self.revision, ttl_s=self._ttl_s, timeout_s=self._interval_s
+            beat, expected_revision=self.revision, ttl_s=self._ttl_s, timeout_s=self._interval_s
         )
         if isinstance(result, Stored):
             self.revision = result.sequence
             self._last_ok = time.monotonic()
-            self._settled.set()
+            self._oldest_open = None
+            self._stored.set()
         return result
 
     async def _is_still_mine(self) -> bool:

@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
 from headrace.bus.jobqueue import Delivery, JobQueue
 from headrace.errors import BrokerError
-from headrace.schemas.subjects import JobId, Tenant
+from headrace.schemas.jobs import Job
 from headrace.schemas.workers import HeldRequest
 from headrace.worker.execution import Execution
 
@@ -23,14 +24,18 @@ class Held:
     `is_backing_off` while it is kept back after a fault, `is_suspect` while it is the one job
     here that may be what its engines fail of.
 
-    `is_void` once the worker lost its registration: then nothing more may be written for it, nor settled.
+    `need_tokens` is the router's estimate, `listed_in` the number of the first beat that lists it. `is_void` once the
+    worker lost its registration: then nothing more may be written for it, nor settled.
     """
 
-    def __init__(self, delivery: Delivery, tenant: Tenant, job: JobId) -> None:
+    def __init__(self, delivery: Delivery, job: Job) -> None:
         self.delivery = delivery
-        self.tenant = tenant
-        self.job = job
+        self.tenant = job.tenant
+        self.job = job.job
+        self.need_tokens = job.need_tokens
         self.attempt = 1
+        self.listed_in = 0
+        self.since = time.monotonic()
         self.execution: Execution | None = None
         self.is_waiting = False
         self.is_backing_off = False
@@ -49,9 +54,12 @@ class Held:
 
 
 class HeldSet:
-    """The held messages by stream sequence. `on_change` is called whenever the heartbeat's list changes."""
+    """The held messages by stream sequence.
 
-    def __init__(self, on_change: Callable[[], None]) -> None:
+    `on_change` is called whenever the heartbeat's list changes, and returns the number of the beat that says so.
+    """
+
+    def __init__(self, on_change: Callable[[], int]) -> None:
         self._entries: dict[int, Held] = {}
         self._on_change = on_change
         self.became_empty = asyncio.Event()
@@ -70,7 +78,7 @@ class HeldSet:
         """List a message, before anything is done with it."""
         self._entries[held.delivery.sequence] = held
         self.became_empty.clear()
-        self._on_change()
+        held.listed_in = self._on_change()
 
     def remove(self, held: Held) -> None:
         """Forget a message."""
@@ -101,11 +109,6 @@ class HeldSet:
     def has_suspect(self) -> bool:
         """Whether a job is here that may be what its engines fail of."""
         return any(held.is_suspect for held in self._entries.values())
-
-    @property
-    def num_taking_a_slot(self) -> int:
-        """Messages that run, wait for memory, or are about to be claimed."""
-        return sum(not held.is_backing_off for held in self._entries.values())
 
     @property
     def num_running(self) -> int:

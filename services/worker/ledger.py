@@ -2,6 +2,8 @@
 
 from collections.abc import Hashable
 
+from headrace.discipline.room import Room
+
 __all__ = ["Ledger"]
 
 
@@ -16,6 +18,19 @@ class Ledger:
         self.capacity_tokens = capacity_tokens
         self.max_concurrency = max_concurrency
         self._needs: dict[Hashable, int] = {}
+
+    def __contains__(self, holder: Hashable) -> bool:
+        return holder in self._needs
+
+    def room(self, *, is_above_high_water: bool = False) -> Room:
+        """The same figures for the discipline."""
+        return Room(
+            capacity_tokens=self.capacity_tokens,
+            reserved_tokens=self.reserved_tokens,
+            max_concurrency=self.max_concurrency,
+            num_running=self.num_running,
+            is_above_high_water=is_above_high_water,
+        )
 
     @property
     def reserved_tokens(self) -> int:

@@ -16,7 +16,6 @@ from headrace.schemas.openai import (
 from headrace.schemas.refusals import Refusal
 from headrace.worker.engines.base import Engine
 from headrace.worker.enginewatch import why_unhealthy
-from headrace.worker.ledger import Ledger
 
 __all__ = ["NotNow", "Plan", "Planner"]
 
@@ -41,13 +40,12 @@ class NotNow(msgspec.Struct, frozen=True):
 class Planner:
     """Plans jobs for one engine."""
 
-    def __init__(self, engine: Engine, ledger: Ledger, *, default_max_tokens: int) -> None:
+    def __init__(self, engine: Engine, *, default_max_tokens: int) -> None:
         self._engine = engine
-        self._ledger = ledger
         self._default_max_tokens = default_max_tokens
 
     async def plan(self, job: Job) -> Plan | Refusal | NotNow:
-        """What the job takes, or why it can never run here, or that it must be asked again."""
+        """What the job takes, or why it can never run, or that it must be asked again."""
         request = parse_request(job.op, job.body, limits=RequestLimits())
         if isinstance(request, Refusal):
             return request
@@ -72,9 +70,4 @@ class Planner:
         if isinstance(max_tokens, Refusal):
             return max_tokens
         need = num_kv_tokens_needed(num_prompt_tokens, max_tokens, request.n, facts.block_size)
-        if not self._ledger.could_ever_fit(need):
-            return Refusal(
-                code="exceeds_capacity",
-                message=f"the request needs {need} KV tokens; this worker's engine has {self._ledger.capacity_tokens}",
-            )
         return Plan(request=request, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens, need_tokens=need)

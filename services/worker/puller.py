@@ -4,14 +4,18 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from headrace.bus.connection import Bus, Message, Subscription
 from headrace.bus.jobqueue import Delivery, JobQueue
-from headrace.errors import BrokerError
-from headrace.schemas.subjects import HDR_PASSED, WORKER_GROUP, QueueName
-from headrace.worker.discipline import order
+from headrace.discipline import choice
+from headrace.discipline.choice import QueueView
+from headrace.discipline.shares import Shares
+from headrace.errors import BrokerError, BrokerUnsuitableError
+from headrace.schemas.config import Config
+from headrace.schemas.jobs import decode_need
+from headrace.schemas.subjects import HDR_PASSED, HDR_PREFERRED, LANES, WORKER_GROUP, QueueName
 
 __all__ = ["Puller"]
 
@@ -22,13 +26,21 @@ _AFTER_ERROR_S: Final = 0.5
 _TRIES_AFTER_WAKE: Final = 3
 """A message is announced, and even acknowledged, a moment before its consumer has it (measured: 7 times in 4,000)."""
 _TRY_AGAIN_S: Final = 0.003
+_AFTER_PREFERRED_S: Final = 0.002
+"""Head start of the worker that has a job's beginning in its cache."""
+_HEAD_FOR_S: Final = 1.0
+"""How long what is known of a queue's head may be true."""
+_MAX_HEADS: Final = 8
+"""Heads looked at in one round."""
 
 
 class Puller:
-    """Fetches while `has_room` says so, and gives each message to `take`.
+    """Fetches while `fetchable_tokens` says that there is room, and gives each message to `take`.
 
     A worker with room is a member of its pool's wake group, so that a new job wakes one worker that can run it; a
-    full one leaves the group. What is known to wait is a hint: a fetch that finds nothing clears it.
+    full one leaves the group. What is known to wait is a hint: a fetch that finds nothing clears it. Which queue is
+    next is the discipline's choice, over what this worker has served. Pools that its own lends to are looked at now
+    and then, and only while its own has nothing: their own workers, which are woken, come first.
     """
 
     def __init__(
@@ -36,18 +48,24 @@ class Puller:
         bus: Bus,
         queue: JobQueue,
         *,
+        worker: str,
         pool: str,
-        has_room: Callable[[], bool],
+        fetchable_tokens: Callable[[], int],
         take: Callable[[Delivery], None],
+        ageing_s: float,
+        config: Callable[[], Config] = Config,
     ) -> None:
         self._bus = bus
         self._queue = queue
+        self._worker = worker
         self._pool = pool
-        self._has_room = has_room
+        self._fetchable_tokens = fetchable_tokens
         self._take = take
+        self._ageing_s = ageing_s
+        self._config = config
+        self._shares: dict[str, Shares] = {}
         self._waiting: dict[QueueName, int] = {}
-        self._last_served: dict[QueueName, int] = {}
-        self._num_fetched = 0
+        self._heads: dict[QueueName, tuple[float, float | None]] = {}
         self._synced_at = -math.inf
         self._look = asyncio.Event()
         self._membership: Subscription | None = None
@@ -62,8 +80,20 @@ class Puller:
         self._is_stopped = True
         self._look.set()
 
+    async def wake(self, queue: QueueName) -> None:
+        """Somebody has a job for us in that queue; where there is no room after all, another worker is woken."""
+        if self._has_room() and queue.pool == self._pool:
+            self._note(queue)
+        else:
+            await self._queue.wake(queue, {HDR_PASSED: "1"})
+
+    def refund(self, queue: QueueName, tokens: int) -> None:
+        """A job fetched from the queue went to another worker: it costs the queue nothing here."""
+        views = list(self._views(queue.pool))
+        choice.charge(views, self._shares_of(queue.pool), queue, -tokens, ageing_s=self._ageing_s)
+
     async def run(self) -> None:
-        """Fetch until stopped."""
+        """Fetch until stopped. Raises BrokerUnsuitableError where it never could."""
         try:
             while not self._is_stopped:
                 await self._told_to_look()
@@ -71,11 +101,16 @@ class Puller:
                     return
                 try:
                     await self._round()
+                except BrokerUnsuitableError:  # it will not pass by itself, and a person must know
+                    raise
                 except BrokerError as error:
                     log.warning("cannot fetch: %s", error)
                     await asyncio.sleep(_AFTER_ERROR_S)
         finally:
             await self._leave()
+
+    def _has_room(self) -> bool:
+        return not self._is_stopped and self._fetchable_tokens() > 0
 
     async def _told_to_look(self) -> None:
         try:
@@ -94,10 +129,12 @@ class Puller:
         if resync:
             counts = await self._queue.counts()
             self._synced_at = time.monotonic()
-            known = dict.fromkeys(self._waiting, 0)
-            self._waiting = known | {queue: number for queue, number in counts.items() if queue.pool == self._pool}
+            pools = self._pools()
+            known = {queue: 0 for queue in self._waiting if queue.pool in pools}
+            self._waiting = known | {queue: number for queue, number in counts.items() if queue.pool in pools}
+            await self._look_at_heads()
         num_tries = _TRIES_AFTER_WAKE if not resync else 1
-        while self._has_room() and not self._is_stopped:
+        while self._has_room():
             delivery = await self._fetch_next(num_tries)
             if delivery is None:
                 return
@@ -105,8 +142,23 @@ class Puller:
         if not self._has_room():
             await self._leave()
 
+    def _pools(self) -> tuple[str, ...]:
+        """Its own pool, then those that it lends to."""
+        return (self._pool, *self._config().model(self._queue.model).pool(self._pool).lends_to)
+
+    def _shares_of(self, pool: str) -> Shares:
+        return self._shares.setdefault(pool, Shares())
+
     async def _fetch_next(self, num_tries: int) -> Delivery | None:
-        for queue in order(self._waiting, last_served=self._last_served):
+        for pool in self._pools():
+            delivery = await self._fetch_from(pool, num_tries)
+            if delivery is not None:
+                return delivery
+        return None
+
+    async def _fetch_from(self, pool: str, num_tries: int) -> Delivery | None:
+        views, shares = list(self._views(pool)), self._shares_of(pool)
+        for queue in choice.order(views, shares, ageing_s=self._ageing_s):
             delivery = await self._queue.fetch(queue)
             for _ in range(num_tries - 1):
                 if delivery is not None:
@@ -114,12 +166,34 @@ class Puller:
                 await asyncio.sleep(_TRY_AGAIN_S)
                 delivery = await self._queue.fetch(queue)
             if delivery is not None:
-                self._num_fetched += 1
-                self._last_served[delivery.queue] = self._num_fetched
+                need_tokens = delivery.job.need_tokens if delivery.job is not None else 0
+                choice.charge(views, shares, delivery.queue, need_tokens, ageing_s=self._ageing_s)
                 self._waiting[queue] = max(0, self._waiting.get(queue, 0) - 1)
+                self._heads.pop(queue, None)
                 return delivery
             self._waiting[queue] = 0
         return None
+
+    def _views(self, pool: str) -> Iterator[QueueView]:
+        now = self._bus.clock.now()
+        config = self._config()
+        for queue, number in self._waiting.items():
+            if queue.pool != pool:
+                continue
+            _, accepted_at = self._heads.get(queue, (0.0, None))
+            oldest_wait_s = now - accepted_at if accepted_at is not None else None
+            weight = config.weight_of(queue.queue)
+            yield QueueView(name=queue, num_waiting=number, oldest_wait_s=oldest_wait_s, weight=weight)
+
+    async def _look_at_heads(self) -> None:
+        """Learn how long the heads of the lower lanes have waited, where a higher one might keep them from starting."""
+        waiting = [queue for queue, number in self._waiting.items() if number > 0 and queue.pool == self._pool]
+        top = min((LANES.index(queue.lane) for queue in waiting), default=0)
+        now = time.monotonic()
+        self._heads = {queue: head for queue, head in self._heads.items() if now - head[0] < _HEAD_FOR_S}
+        lower = [queue for queue in waiting if LANES.index(queue.lane) > top and queue not in self._heads]
+        for queue in lower[:_MAX_HEADS]:
+            self._heads[queue] = (now, await self._queue.oldest_waiting_at(queue))
 
     async def _join(self) -> None:
         if self._membership is None:
@@ -136,11 +210,19 @@ class Puller:
         if queue is None:
             return
         headers = message.headers or {}
-        if self._has_room() and not self._is_stopped:
-            if queue in self._waiting:
-                self._waiting[queue] += 1
-            else:  # anybody can publish a wake; whether there is such a queue, the stream knows
-                self._synced_at = -math.inf
-            self._look.set()
-        elif HDR_PASSED not in headers:  # it came as we filled up: somebody else may have room
+        num_tokens = self._fetchable_tokens() if not self._is_stopped else 0
+        may_pass = HDR_PASSED not in headers
+        if num_tokens and (decode_need(headers) <= num_tokens or not may_pass):
+            if headers.get(HDR_PREFERRED, self._worker) == self._worker:
+                self._note(queue)
+            else:
+                asyncio.get_running_loop().call_later(_AFTER_PREFERRED_S, self._note, queue)
+        elif may_pass:  # it does not fit, or came as we filled up: somebody else may have room
             await self._bus.publish(message.subject, headers={**headers, HDR_PASSED: "1"})
+
+    def _note(self, queue: QueueName) -> None:
+        if queue in self._waiting:
+            self._waiting[queue] += 1
+        else:  # anybody can publish a wake; whether there is such a queue, the stream knows
+            self._synced_at = -math.inf
+        self._look.set()

@@ -12,7 +12,7 @@ import msgspec
 from headrace.bus.connection import Bus, connect
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.errors import BrokerUnavailableError, NotProvisionedError
-from headrace.lifecycle import Backoff
+from headrace.lifecycle import Backoff, unless_stopped
 from headrace.schemas.workers import Heartbeat
 from headrace.worker.heart import Heart
 
@@ -52,13 +52,14 @@ class Pulse:
         self._new_epoch = new_epoch
         self._on_lost = on_lost
         self._stuck_after_s = stuck_after_s
-        self._beat: Heartbeat | None = None
+        self._composed: tuple[int, Heartbeat] | None = None
         self._composed_at = time.monotonic()
         self._heart: Heart | None = None
         self._first_epoch = new_epoch()
         self._main_loop: asyncio.AbstractEventLoop | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
+        self._is_stopped = False
         self._thread: threading.Thread | None = None
         self.failed = asyncio.Event()
         self.failure: BaseException | None = None
@@ -78,16 +79,19 @@ class Pulse:
         """Whether the last acknowledged beat is younger than half the TTL; a worker that is not must not fetch."""
         return self._heart is not None and self._heart.is_fresh
 
-    def changed(self) -> None:
-        """Compose a beat and send it soon."""
-        self.refresh()
+    def changed(self) -> int:
+        """Compose a beat and send it soon; returns its number."""
+        number = self.refresh()
         if self._loop is not None and self._heart is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._heart.changed)
+        return number
 
-    def refresh(self) -> None:
-        """Compose the beat to be sent next."""
-        self._beat = self._compose()
+    def refresh(self) -> int:
+        """Compose the beat to be sent next; returns its number."""
+        number = self._composed[0] + 1 if self._composed is not None else 0
+        self._composed = (number, self._compose())
         self._composed_at = time.monotonic()
+        return number
 
     async def refresh_for_ever(self) -> None:
         """Keep the figures of the beat current, and show that the loop turns."""
@@ -95,16 +99,16 @@ class Pulse:
             self.refresh()
             await asyncio.sleep(self._settings.heartbeat_s)
 
-    async def settled(self) -> None:
-        """Wait until no beat is under way that was composed before now; see `Heart.settled`.
+    async def settled(self, number: int) -> None:
+        """Wait until no beat is under way that is older than `number`, which was composed before; see `Heart.settled`.
 
         The heart marks a beat as under way before it takes the composed one, and we composed before we look, so one
         of the two sees the other.
         """
         if self._heart is None or self._loop is None:
             raise BrokerUnavailableError("the worker is not registered")
-        if not self._heart.is_settled:
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._heart.settled(), self._loop))
+        if not self._heart.is_settled(number):
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._heart.settled(number), self._loop))
 
     async def start(self) -> None:
         """Register and begin to beat. Raises what keeps the worker from registering."""
@@ -120,6 +124,7 @@ class Pulse:
         thread, self._thread = self._thread, None
         if thread is None:
             return
+        self._is_stopped = True
         if self._loop is not None and self._stopping is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stopping.set)
         await asyncio.to_thread(thread.join, _STOP_S)
@@ -142,11 +147,15 @@ class Pulse:
         self.failed.set()
 
     async def _live(self, registered: "asyncio.Future[None]") -> None:
-        assert self._main_loop is not None
-        self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        if not self._is_stopped:  # `stop` came before it could set the event
+            await unless_stopped(self._register_and_beat(registered), self._stopping)
+
+    async def _register_and_beat(self, registered: "asyncio.Future[None]") -> None:
+        assert self._main_loop is not None
         async with connect(self._url, self._settings, name=f"headrace-heartbeat-{self._worker}") as bus:
-            heart = Heart(
+            heart = self._heart = Heart(
                 WorkersBucket(bus),
                 self._worker,
                 interval_s=self._settings.heartbeat_s,
@@ -157,21 +166,17 @@ class Pulse:
                 is_well=lambda: time.monotonic() - self._composed_at < self._stuck_after_s,
                 epoch=self._first_epoch,
             )
-            self._heart = heart
             await self._register(heart)
             self._main_loop.call_soon_threadsafe(_resolve, registered)
-            async with asyncio.TaskGroup() as group:
-                beating = group.create_task(heart.run(), name="beat")
-                closing = group.create_task(bus.closed.wait(), name="closed")
-                await asyncio.wait(
-                    [beating, closing, stopping := group.create_task(self._stopping.wait())],
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                for task in (beating, closing, stopping):
-                    task.cancel()
-            if bus.closed.is_set():
+            try:
+                async with asyncio.TaskGroup() as group:
+                    beating = group.create_task(heart.run(), name="beat")
+                    await bus.closed.wait()
+                    beating.cancel()
                 raise BrokerUnavailableError("the heartbeat's connection was closed for good")
-            await heart.leave()
+            finally:
+                if bus.is_connected:
+                    await heart.leave()
 
     async def _register(self, heart: Heart) -> None:
         retries = Backoff(first_s=_RETRY_FIRST_S, max_s=_RETRY_MAX_S, for_s=self._settings.retry_for_s)
@@ -185,10 +190,11 @@ class Pulse:
                 log.warning("cannot register yet: %s", error)
                 await retries.pause()
 
-    def _beat_of(self, bus: Bus) -> Heartbeat:
+    def _beat_of(self, bus: Bus) -> tuple[int, Heartbeat]:
         assert self._heart is not None
-        assert self._beat is not None
-        return msgspec.structs.replace(self._beat, epoch=self._heart.epoch, connection=bus.connection_id)
+        assert self._composed is not None
+        number, beat = self._composed
+        return number, msgspec.structs.replace(beat, epoch=self._heart.epoch, connection=bus.connection_id)
 
     async def _tell_lost(self) -> None:
         assert self._main_loop is not None

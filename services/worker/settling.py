@@ -70,17 +70,20 @@ class Settler:
         await self.settle(held, job)
         return True
 
-    async def hand_back(self, held: Held, job: Job, *, delay_s: float = 0.0) -> None:
+    async def hand_back(self, held: Held, job: Job, *, delay_s: float = 0.0, to: str | None = None) -> None:
         """NAK and wake, after keeping it back for a while: listed and renewed, so that it is not lost with us.
 
-        A drain cuts the while short.
+        A drain cuts the while short. `to` names the worker that would start it now; else any of the pool is woken.
         """
         await wait_first(self.draining, timeout_s=delay_s)
         if held.is_void:
             return
         self._held.remove(held)  # first, or its redelivery to us would be taken for one of what we hold
         await self._queue.nak(held.delivery)
-        await self._queue.wake(held.delivery.queue, job.headers())
+        if to is not None:
+            await self._queue.wake_worker(to, held.delivery.queue)
+        else:
+            await self._queue.wake(held.delivery.queue, job.headers())
 
     def writer(self, job: Job, state: JobState) -> LogWriter:
         """A writer that goes on after what `state` was read from."""

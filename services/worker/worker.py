@@ -1,6 +1,7 @@
 """A worker process: one engine, one registration, as many requests as the engine's memory carries."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -11,22 +12,28 @@ from typing import Final
 
 import msgspec
 
+from headrace.bus.configuration import ConfigView
 from headrace.bus.connection import Bus, Message, keep_clock
+from headrace.bus.consumers import require_own_consumers
 from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import Delivery, JobQueue
 from headrace.bus.provision import ensure_jobs_stream, ensure_provisioned
 from headrace.bus.services import answering
+from headrace.discipline.affinity import RecentPrefixes
+from headrace.discipline.room import fetchable_tokens
 from headrace.errors import BrokerError, BrokerUnavailableError, EngineError
-from headrace.lifecycle import Backoff, wait_first
+from headrace.lifecycle import Backoff, unless_stopped, wait_first
 from headrace.schemas.events import Owner
-from headrace.schemas.subjects import DEFAULT_POOL
+from headrace.schemas.subjects import DEFAULT_POOL, QueueName
 from headrace.schemas.workers import Heartbeat, WorkerNudge, WorkerState
 from headrace.worker.engines.base import Engine
 from headrace.worker.enginewatch import EngineFailure, until_engine_fails
+from headrace.worker.gate import Gate
 from headrace.worker.handling import Handler
 from headrace.worker.held import HeldSet
 from headrace.worker.ledger import Ledger
-from headrace.worker.memory import read_host_memory
+from headrace.worker.memory import HostMemory
+from headrace.worker.neighbours import Neighbours
 from headrace.worker.puller import Puller
 from headrace.worker.pulse import Pulse
 from headrace.worker.tokenizing import tokenize_endpoint
@@ -43,6 +50,8 @@ _RESTART_MAX_S: Final = 30.0
 _WATCH_EVERY_S: Final = 0.25
 _STOP_AGAIN_S: Final = 0.1
 _OWN_PAUSE_S: Final = 1.0
+_MAX_WAITERS: Final = 4
+"""Requests held that do not fit now, so that smaller ones behind them are found."""
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,11 +67,18 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 async def run_worker(bus: Bus, engine: Engine, options: WorkerOptions, *, stop: asyncio.Event) -> None:
     """Run one worker until `stop` is set and what it held is finished or handed back.
 
-    Raises EngineStartError where the engine does not come up at all, BrokerError where the connection is gone for good.
+    Raises EngineStartError where the engine does not come up at all, BrokerError where the connection is gone for good
+    or the job stream has somebody else's consumer.
     """
+    if await unless_stopped(_provision(bus, options), stop):
+        await Worker(bus, engine, options).run(stop)
+
+
+async def _provision(bus: Bus, options: WorkerOptions) -> None:
     await ensure_provisioned(bus)
     await ensure_jobs_stream(bus, options.model)
-    await Worker(bus, engine, options).run(stop)
+    with contextlib.suppress(BrokerUnavailableError):  # the first fetch tells too
+        await require_own_consumers(bus, options.model, wanted=QueueName(pool=options.pool))
 
 
 class Worker:
@@ -76,6 +92,8 @@ class Worker:
         self._state: WorkerState = "Starting"
         self._reason = ""
         self._engine_run = 0
+        self._has_warned = False
+        self._host_memory = HostMemory()
         self._ledger = Ledger(capacity_tokens=options.kv_tokens, max_concurrency=options.max_concurrency or 1)
         self._heart = Pulse(
             bus,
@@ -86,20 +104,36 @@ class Worker:
             stuck_after_s=self._settings.stall_s,
         )
         self._held = HeldSet(self._heart.changed)
+        self._view = ConfigView(bus)
+        self._gate = Gate(self._ledger, ageing_s=self._settings.ageing_s, on_change=self._room_changed)
+        self._served = RecentPrefixes()
         self._queue = JobQueue(bus, options.model, on_late=self._on_late)
         self._log = JobLog(bus)
         self._handler = Handler(
             bus,
             queue=self._queue,
+            pool=options.pool,
             engine=engine,
-            ledger=self._ledger,
+            gate=self._gate,
+            served=self._served,
+            neighbours=Neighbours(bus, worker=options.worker, model=options.model),
             held=self._held,
             identity=self._identity,
             beat_settled=self._heart.settled,
             room_changed=self._room_changed,
+            passed_on=self._passed_on,
             job_ended=self._job_ended,
         )
-        self._puller = Puller(bus, self._queue, pool=options.pool, has_room=self._has_room, take=self._take)
+        self._puller = Puller(
+            bus,
+            self._queue,
+            worker=options.worker,
+            pool=options.pool,
+            fetchable_tokens=self._fetchable_tokens,
+            take=self._take,
+            ageing_s=self._settings.ageing_s,
+            config=lambda: self._view.config,
+        )
         self._purges: deque[tuple[float, str, str]] = deque(maxlen=_MAX_PURGES_WAITING)
         self._group: asyncio.TaskGroup | None = None
         self._nudged = asyncio.Event()
@@ -107,28 +141,39 @@ class Worker:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Register, start the engine, work until `stop`, drain, leave."""
-        await self._heart.start()
-        log.info("worker %s registered for model %s, starting its engine", self._options.worker, self._options.model)
         try:
-            async with asyncio.TaskGroup() as group:
-                self._group = group
-                background = [
-                    group.create_task(self._heart.refresh_for_ever(), name="beat figures"),
-                    group.create_task(
-                        self._held.renew_for_ever(self._queue, ack_wait_s=self._settings.ack_wait_s), name="renewals"
-                    ),
-                    group.create_task(self._watch_for_ever(), name="watchdog"),
-                    group.create_task(self._purge_for_ever(), name="purges"),
-                    group.create_task(keep_clock(self._bus), name="clock"),
-                ]
-                try:
-                    await self._work(group, stop)
-                finally:
-                    for task in background:
-                        task.cancel()
+            if not await unless_stopped(self._heart.start(), stop):
+                return
+            log.info(
+                "worker %s registered for model %s, starting its engine", self._options.worker, self._options.model
+            )
+            try:
+                await self._run_registered(stop)
+            finally:
+                await self._engine.stop()
         finally:
-            await self._engine.stop()
             await self._heart.stop()
+
+    async def _run_registered(self, stop: asyncio.Event) -> None:
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            background = [
+                group.create_task(self._heart.refresh_for_ever(), name="beat figures"),
+                group.create_task(
+                    self._held.renew_for_ever(self._queue, ack_wait_s=self._settings.ack_wait_s), name="renewals"
+                ),
+                group.create_task(self._watch_for_ever(), name="watchdog"),
+                group.create_task(
+                    self._gate.marks.follow(self._engine, is_up=self._is_up, changed=self._marks_passed), name="usage"
+                ),
+                group.create_task(self._purge_for_ever(), name="purges"),
+                group.create_task(keep_clock(self._bus), name="clock"),
+            ]
+            try:
+                await self._work(group, stop)
+            finally:
+                for task in background:
+                    task.cancel()
 
     async def _work(self, group: asyncio.TaskGroup, stop: asyncio.Event) -> None:
         starting = group.create_task(self._engine.start(), name="engine start")
@@ -148,6 +193,7 @@ class Worker:
         try:
             async with (
                 self._queue,
+                self._view.running(),
                 answering(
                     self._bus,
                     "headrace-worker",
@@ -192,14 +238,25 @@ class Worker:
 
     # what it can take
 
-    def _has_room(self) -> bool:
-        return (
-            self._state in ("Ready", "Busy")
-            and self._heart.is_fresh
-            and not self._held.num_waiting
-            and self._held.num_taking_a_slot < self._ledger.max_concurrency
-            and self._ledger.has_slot
-        )
+    def _is_up(self) -> bool:
+        return self._state in ("Ready", "Busy")
+
+    def _marks_passed(self) -> None:
+        self._gate.look()
+        self._room_changed()
+
+    def _fetchable_tokens(self) -> int:
+        """KV tokens that a job fetched now may need to start at once; 0: fetch nothing.
+
+        A job that was fetched and whose exact need is not known yet counts with the router's estimate.
+        """
+        if not self._is_up() or not self._heart.is_fresh:
+            return 0
+        room = self._gate.room
+        for held in self._held:
+            if not held.is_waiting and not held.is_backing_off and held not in self._gate:
+                room = room.with_one_more(held.need_tokens)
+        return fetchable_tokens(room, self._gate.waiters, ageing_s=self._settings.ageing_s, max_waiters=_MAX_WAITERS)
 
     def _take(self, delivery: Delivery) -> None:
         assert self._group is not None
@@ -207,19 +264,22 @@ class Worker:
         self._group.create_task(self._handler.handle(delivery, held), name=f"message {delivery.sequence}")
 
     async def _on_late(self, delivery: Delivery) -> None:
-        if self._has_room():
+        if self._fetchable_tokens():
             self._take(delivery)
         else:
             await self._queue.nak(delivery)
             await self._queue.wake(delivery.queue, delivery.headers)
 
+    def _passed_on(self, queue: QueueName, need_tokens: int) -> None:
+        self._puller.refund(queue, need_tokens)
+
     def _room_changed(self) -> None:
-        if self._state in ("Ready", "Busy"):
+        if self._is_up():
             self._set_state("Ready" if self._has_slots() else "Busy")
         self._puller.look()
 
     def _has_slots(self) -> bool:
-        return self._ledger.has_slot and not self._held.num_waiting
+        return self._gate.room.has_slot and self._ledger.has_slot and not self._held.num_waiting
 
     async def _on_reconnect(self) -> None:
         self._heart.changed()
@@ -245,11 +305,12 @@ class Worker:
         facts = self._engine.facts
         self._ledger.max_concurrency = self._options.max_concurrency or facts.max_num_seqs or 1
         self._ledger.capacity_tokens = self._options.kv_tokens or facts.kv_capacity_tokens
+        self._gate.look()
 
     def _beat(self) -> Heartbeat:
         is_started = self._state != "Starting"
         facts = self._engine.facts if is_started else None
-        memory = read_host_memory()
+        memory = self._host_memory.recent()
         return Heartbeat(
             worker=self._options.worker,
             epoch=self._heart.epoch,
@@ -266,6 +327,7 @@ class Worker:
             block_size=facts.block_size if facts is not None else 1,
             max_model_len=facts.max_model_len if facts is not None else None,
             max_concurrency=self._ledger.max_concurrency,
+            effective_concurrency=self._effective_concurrency(),
             running=self._held.num_running,
             waiting=self._held.num_waiting,
             interval_s=self._settings.heartbeat_s,
@@ -274,8 +336,19 @@ class Worker:
             memory_source=memory.source if memory is not None else None,
             seconds_per_job=self._handler.seconds_per_job,
             reason=self._reason,
+            prefixes=tuple(self._served),
             held=tuple(held.as_request() for held in self._held),
         )
+
+    def _effective_concurrency(self) -> int:
+        effective = self._gate.effective_concurrency(default_need_tokens=self._settings.default_max_tokens)
+        if effective < self._ledger.max_concurrency and self._is_up() and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%d requests may run at once, but memory (%s KV tokens) carries about %d of the usual size",
+                self._ledger.max_concurrency, self._ledger.capacity_tokens, effective,
+            )  # fmt: skip
+        return effective
 
     def _on_lost(self) -> None:
         self._held.void_all()
@@ -292,6 +365,10 @@ class Worker:
             self._heart.changed()  # the next beat is refused, and we know
         elif nudge.kind == "drain":
             self._nudged.set()
+        elif nudge.kind == "wake":
+            queue = QueueName.from_consumer(nudge.consumer or "")
+            if queue is not None:
+                await self._puller.wake(queue)
         elif nudge.tenant and nudge.job:
             await self._check_ended(nudge.tenant, nudge.job)
 

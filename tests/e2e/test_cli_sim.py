@@ -103,7 +103,7 @@ async def gone(pids: list[int]) -> None:
     async def all_gone() -> bool:
         return not any(is_alive(pid) for pid in pids)
 
-    await until(all_gone, timeout_s=40)
+    await until(all_gone, timeout_s=15)
 
 
 async def test_a_first_session(up: Up) -> None:

@@ -221,6 +221,9 @@ class _Run:
 
     async def _start(self, name: str) -> None:
         schedule = self._schedule
+        before = self._stage.players.get(name)
+        if before is not None:  # a worker's id belongs to the one before until that has left
+            await before.ended()
         if name.startswith("r"):
             await self._stage.router(name)
         elif name.startswith("m"):

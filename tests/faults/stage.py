@@ -103,7 +103,10 @@ class _Task(Player):
 
     async def ended(self) -> str:
         done, _ = await asyncio.wait([self._task], timeout=_END_WITHIN_S)
-        return self.problem if done else f"{self.name} does not end: {_awaits(self._task)}"
+        if done:
+            return self.problem
+        others = "".join(f"\n    {task.get_name()}: {_awaits(task)}" for task in asyncio.all_tasks())
+        return f"{self.name} does not end: {_awaits(self._task)}; all tasks there are:{others}"
 
     @property
     def problem(self) -> str:
@@ -125,6 +128,8 @@ class _Task(Player):
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         self._ended = time.monotonic()
+        if not task.cancelled():
+            task.exception()  # one that was killed is asked by nobody, and would be told of in somebody else's log
 
 
 class _Process(Player):
@@ -246,7 +251,7 @@ class Stage:
         return player
 
 
-def _awaits(task: asyncio.Task[None]) -> str:
+def _awaits(task: asyncio.Task[Any]) -> str:
     """Where a task waits, through all that it awaits."""
     awaited: Any = task.get_coro()
     places = []

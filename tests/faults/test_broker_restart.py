@@ -14,9 +14,10 @@ from tests.deployment import MODEL, Deployment, deployment, sim, until
 from tests.faults.broker import RestartableBroker
 from tests.faults.reading import Reading
 
-NUM_RUNNING, NUM_QUEUED = 10, 30
+NUM_RUNNING, NUM_QUEUED = 20, 100
 OUTAGE_S = 5.0
-"""Two and a half times to live of a heartbeat: every key has expired when the broker is back."""
+TTL_S = 1.5
+"""The outage lasts more than three of it: every key has expired when the broker is back."""
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
@@ -25,14 +26,15 @@ async def test_all_jobs_end_once_and_nobody_is_evicted(
 ) -> None:  # WRK-10
     long = [Reading(f"long {number}", 150) for number in range(NUM_RUNNING + 2)]
     short = [Reading(f"short {number}", 5) for number in range(NUM_QUEUED - 2)]
+    engines = [sim(tokens_per_second=20.0) for _ in range(2)]
     async with (
         RestartableBroker(tmp_path) as broker,
-        deployment(broker.info.url, prefix, routers=2) as running,
+        deployment(broker.info.url, prefix, routers=2, worker_ttl_s=TTL_S) as running,
         asyncio.timeout(50),
     ):
-        for _ in range(2):
+        for engine in engines:
             await running.monitor()
-            await running.worker(sim(tokens_per_second=20.0), max_concurrency=NUM_RUNNING // 2)
+            await running.worker(engine, max_concurrency=NUM_RUNNING // 2)
         epochs = await alive(running)
         async with asyncio.TaskGroup() as group:
             for reading in long:
@@ -46,10 +48,15 @@ async def test_all_jobs_end_once_and_nobody_is_evicted(
             await broker.start()
         assert await alive(running) == epochs  # nobody was evicted, nobody had to register anew
         for reading in (*long, *short):
-            told = fold(await JobLog(running.bus).read("default", reading.job))
+            events = await JobLog(running.bus).read("default", reading.job)
+            told = fold(events)
             assert told.is_whole
+            assert told.state == "done"
             assert not told.faults
-        print(f"{sum(len(reading.attempts) > 1 for reading in (*long, *short))} jobs took more than one attempt")
+            assert sum(event.is_terminal for event in events) == 1
+        num_again = sum(len(reading.attempts) - 1 for reading in (*long, *short))
+        print(f"{num_again} attempts beyond the first of each job")
+        assert sum(engine.num_started for engine in engines) == len(long) + len(short) + num_again
         await until(lambda: are_in_queue(running, 0), timeout_s=15)
 
 

@@ -13,11 +13,13 @@ from unittest.mock import patch
 import msgspec
 import pytest
 
-from headrace.bus.connection import Bus, StoreResult, Unknown, connect
+from headrace.bus.connection import Bus, Stored, StoreResult, Unknown, connect
+from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import JobQueue
 from headrace.bus.overview import list_workers
+from headrace.bus.provision import ensure_jobs_stream
 from headrace.client import Started
-from headrace.errors import BrokerError, JobCancelledError, RequestError
+from headrace.errors import BrokerError, BrokerUnavailableError, JobCancelledError, RequestError
 from headrace.lifecycle import ChildProcess
 from headrace.monitor import run_monitor
 from headrace.router import run_router
@@ -46,6 +48,12 @@ async def kill(child: ChildProcess) -> None:
 
 async def is_done(reading: Reading) -> bool:
     return reading.done is not None
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for each in error.exceptions for leaf in leaves(each)]
+    return [error]
 
 
 async def make_bucket_without_markers(bus: Bus, names: Names) -> None:
@@ -151,8 +159,91 @@ async def test_a_request_whose_publish_is_not_acknowledged_runs_once(broker_url:
         assert len(tries) == 4
         assert min(later - earlier for earlier, later in pairwise(tries)) >= 0.25
         assert len(reading.attempts) == engine.num_started == 1
-        info = msgspec.json.decode(await running.bus.api(f"STREAM.INFO.{running.bus.names.jobs_stream(MODEL)}"))
-        assert info["state"]["last_seq"] == 1
+        assert await num_stored(running) == 1
+
+
+async def test_what_is_published_again_is_attached_to_and_what_runs_again_is_not_published_again(
+    broker_url: str, prefix: str
+) -> None:  # NAT-4
+    engine = sim(tokens_per_second=50.0, die_after=3, fault_first=1)
+    readings = [Reading("once", 10, job_id="same") for _ in range(6)]
+    late = Reading("once", 10, job_id="same")
+    store = Bus.store
+    results: list[StoreResult] = []
+
+    async def watched(
+        self: Bus, subject: str, data: bytes, *, headers: Mapping[str, str], timeout_s: float | None = None
+    ) -> StoreResult:
+        result = await store(self, subject, data, headers=headers, timeout_s=timeout_s)
+        if subject.startswith(f"{prefix}.jobs."):
+            results.append(result)
+        return result
+
+    async def are_all_accepted() -> bool:
+        return all(reading.job for reading in readings)
+
+    async with deployment(broker_url, prefix, routers=2) as running, asyncio.timeout(30):
+        await ensure_jobs_stream(running.bus, MODEL)
+        with patch.object(Bus, "store", watched):
+            async with asyncio.TaskGroup() as group:
+                for reading in readings:
+                    group.create_task(reading.read(running.client))
+                await until(are_all_accepted)
+                await running.worker(engine)
+            await until(lambda: is_queue_empty(running))
+            await late.read(running.client)  # its message is gone, and still nobody waits for one
+        assert results
+        assert set(results) <= {Stored(1), Stored(1, is_duplicate=True)}
+        assert await num_stored(running) == 1
+        assert engine.num_started == 2  # redelivered once, under the sequence it always had
+        assert all(reading.done == readings[0].done for reading in (*readings, late))
+
+
+async def num_stored(running: Deployment) -> int:
+    """How many messages the job stream has taken in all."""
+    info = msgspec.json.decode(await running.bus.api(f"STREAM.INFO.{running.bus.names.jobs_stream(MODEL)}"))
+    return int(info["state"]["last_seq"])
+
+
+async def is_queue_empty(running: Deployment) -> bool:
+    return not await JobQueue(running.bus, MODEL).counts()
+
+
+async def test_a_registration_that_is_not_acknowledged_is_tried_again(broker_url: str, prefix: str) -> None:
+    store = Bus.store
+    lost: list[str] = []
+
+    async def flaky(
+        self: Bus, subject: str, data: bytes, *, headers: Mapping[str, str], timeout_s: float | None = None
+    ) -> StoreResult:
+        if subject.startswith("$KV.") and len(lost) < 2:
+            lost.append(subject)
+            return Unknown("no answer")
+        return await store(self, subject, data, headers=headers, timeout_s=timeout_s)
+
+    async with deployment(broker_url, prefix) as running, asyncio.timeout(30):
+        with patch.object(Bus, "store", flaky):
+            await running.worker(sim(), worker="w", is_awaited=False)
+            await until(lambda: is_registered(running, "w"))
+    assert len(lost) == 2
+
+
+async def is_registered(running: Deployment, worker: str) -> bool:
+    with contextlib.suppress(BrokerError):  # there is no bucket before it made one
+        return await running.is_ready(worker)
+    return False
+
+
+async def test_a_cancel_while_the_log_does_not_answer_is_no_defect(
+    broker_url: str, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def away(self: JobLog, tenant: str, job: str) -> None:
+        raise BrokerUnavailableError("the broker is away")
+
+    async with deployment(broker_url, prefix, retry_for_s=0.5) as running, asyncio.timeout(30):
+        with patch.object(JobLog, "state", away), pytest.raises((RequestError, BrokerError)):
+            await running.client.cancel("j")
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_a_prompt_too_large_is_refused_before_it_is_sent(broker_url: str, prefix: str) -> None:  # NAT-6
@@ -203,6 +294,40 @@ async def test_messages_deleted_by_cancelling_leave_nothing_pending(broker_url: 
         assert len(reading.attempts) == 1
         await until(lambda: is_nothing_pending(running))
         assert engine.num_running == 0
+
+
+@pytest.mark.parametrize("is_there_first", [True, False], ids=["before", "later"])
+async def test_a_worker_does_not_work_beside_a_consumer_of_somebody_else(
+    broker_url: str, prefix: str, is_there_first: bool
+) -> None:  # NAT-8; the broker itself lets no two consumers of a work queue have a subject in common
+    stream, ours = f"{prefix.upper().replace('.', '_')}_JOBS_{MODEL}", QueueName().consumer
+    reading = Reading("once", 3, queue_timeout_s=5)
+
+    async def make_stranger(running: Deployment) -> None:
+        config = {"durable_name": "stranger", "ack_policy": "explicit", "filter_subject": f"{prefix}.jobs.{MODEL}.>"}
+        await running.bus.api(f"CONSUMER.DURABLE.CREATE.{stream}.stranger", {"stream_name": stream, "config": config})
+
+    async def remove_stranger(running: Deployment) -> None:
+        await running.bus.api(f"CONSUMER.DELETE.{stream}.stranger")
+
+    async with deployment(broker_url, prefix) as running, asyncio.timeout(30):
+        await ensure_jobs_stream(running.bus, MODEL)
+        if is_there_first:
+            await make_stranger(running)
+        part = await running.worker(sim(), worker="beside", may_fail=True, is_awaited=not is_there_first)
+        async with asyncio.TaskGroup() as group:
+            if not is_there_first:
+                await make_stranger(running)
+                group.create_task(reading.read(running.client))
+            told = " ".join(str(each) for each in leaves(await part.failure()))
+            for named in ("'stranger'", f"'{ours}'", stream):
+                assert named in told
+            await remove_stranger(running)
+            engine = sim()
+            await running.worker(engine, worker="alone")
+            if is_there_first:
+                group.create_task(reading.read(running.client))
+        assert engine.num_started == len(reading.attempts) == 1
 
 
 @pytest.mark.parametrize("kind", ["router", "worker", "monitor"])

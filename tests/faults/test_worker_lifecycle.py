@@ -16,7 +16,6 @@ from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import Delivery, JobQueue
 from headrace.lifecycle import ChildProcess
 from headrace.schemas.subjects import QueueName
-from headrace.worker.puller import Puller
 from tests.deployment import MODEL, Deployment, deployment, sim, until
 from tests.faults.reading import Reading
 from tests.processes import part
@@ -36,9 +35,15 @@ async def running(broker_url: str, prefix: str) -> AsyncIterator[Deployment]:
 
 
 def worker(
-    running: Deployment, state_dir: Path, name: str, *, tokens_per_second: float, clock_offset_s: float = 0
+    running: Deployment,
+    state_dir: Path,
+    name: str,
+    *,
+    tokens_per_second: float,
+    clock_offset_s: float = 0,
+    program: str | None = None,
+    **variables: str,
 ) -> ChildProcess:
-    program = None
     if clock_offset_s:
         program = (
             "import time; real = time.time; "
@@ -48,7 +53,7 @@ def worker(
     return part(
         "serve", "worker", "--engine", "sim", "--model", MODEL, "--worker-id", name,
         "-o", f"tokens_per_second={tokens_per_second}",
-        url=running.url, prefix=running.settings.prefix, state_dir=state_dir, program=program,
+        url=running.url, prefix=running.settings.prefix, state_dir=state_dir, program=program, **variables,
     )  # fmt: skip
 
 
@@ -86,7 +91,7 @@ async def test_a_stopped_worker_in_mid_job_is_evicted_and_there_is_one_answer(
         await reading.started.wait()
         old.send_signal(signal.SIGSTOP)
         new = await running.worker(sim(), worker="new")
-        await evicted_after(running, "old")
+        assert await evicted_after(running, "old") > 2 * BEAT_S  # not for a beat or two that are late
         await until(lambda: is_done(reading))
         old.send_signal(signal.SIGCONT)
         await until(lambda: running.is_ready("old"), timeout_s=15)  # it has learnt that it was declared dead
@@ -98,6 +103,64 @@ async def test_a_stopped_worker_in_mid_job_is_evicted_and_there_is_one_answer(
         old.send_signal(signal.SIGTERM)
         assert await old.wait() == 0
     assert reading.workers == ["old", "new"]
+
+
+async def test_a_stopped_worker_that_returns_while_its_replacement_runs(running: Deployment, tmp_path: Path) -> None:
+    """What the old attempt still writes is refused: late appends, and late acks, change nothing."""
+    reading = Reading("streamed", 90)
+    replacement = sim(tokens_per_second=30.0)
+    async with (
+        asyncio.timeout(50),
+        worker(running, tmp_path, "old", tokens_per_second=30) as old,
+        asyncio.TaskGroup() as group,
+    ):
+        await until(lambda: running.is_ready("old"), timeout_s=30)
+        epoch = await epoch_of(running, "old")
+        group.create_task(reading.read(running.client))
+        await reading.first_token.wait()
+        old.send_signal(signal.SIGSTOP)
+        new = await running.worker(replacement, worker="new")
+        await until(lambda: has_started_twice(reading), timeout_s=EVICTED_WITHIN_S + LATE_S)
+        old.send_signal(signal.SIGCONT)
+        await until(lambda: is_registered_anew(running, "old", epoch), timeout_s=15)
+        assert reading.done is None  # the replacement still runs it, and its message is where it was
+        assert sum((await JobQueue(running.bus, MODEL).counts()).values()) == 1
+        await until(lambda: is_done(reading))
+        events = await JobLog(running.bus).read("default", reading.job)
+        assert [event.kind for event in events if event.kind != "delta"] == [
+            "accepted", "started", "requeued", "started", "done",
+        ]  # fmt: skip
+        assert replacement.num_started == 1
+        await until(lambda: is_empty(running))
+        await new.stop()
+        again = Reading("again", 3)
+        await again.read(running.client)
+        assert again.workers == ["old"]
+        old.send_signal(signal.SIGTERM)
+        assert await old.wait() == 0
+    assert reading.workers == ["old", "new"]
+
+
+async def test_beats_of_200_ms_notice_a_stopped_worker_within_800_ms(
+    broker_url: str, prefix: str, tmp_path: Path
+) -> None:
+    """Three and a half beats. A busy machine may be late now and then, but not each time."""
+    waits_s: list[float] = []
+    async with (
+        deployment(broker_url, prefix, heartbeat_s=0.2) as running,
+        asyncio.timeout(55),
+        worker(running, tmp_path, "old", tokens_per_second=30, HEADRACE_HEARTBEAT_S="0.2") as old,
+    ):
+        await running.monitor()
+        await asyncio.sleep(TTL_S)  # for so long it excuses everybody after its own start
+        epoch = ""
+        while not waits_s or (min(waits_s) >= 0.8 and len(waits_s) < 8):
+            await until(lambda before=epoch: is_registered_anew(running, "old", before), timeout_s=30)
+            epoch = await epoch_of(running, "old")
+            old.send_signal(signal.SIGSTOP)
+            waits_s.append(await evicted_after(running, "old"))
+            old.send_signal(signal.SIGCONT)
+    assert 0.4 < min(waits_s) < 0.8  # not for a beat or two that are late
 
 
 @pytest.mark.parametrize("are_renewals_lost", [False, True])
@@ -118,20 +181,67 @@ async def test_a_job_longer_than_the_ack_wait(broker_url: str, prefix: str, are_
             await until(lambda: is_empty(running))
 
 
-async def test_a_worker_whose_pull_loop_dies_ends_with_its_error(running: Deployment) -> None:  # WRK-4
-    part = await running.worker(sim(), worker="broken", may_fail=True)
-    reading = Reading("goes on", 5)
-
-    async def breaks(self: Puller) -> None:
+BREAKING = """
+from headrace.worker.puller import Puller
+async def breaks(self):
+    if self._bus.nc.stats["in_msgs"] > 20:
         raise RuntimeError("a defect of the pull loop")
+    await whole(self)
+whole, Puller._round = Puller._round, breaks
+from headrace.cli import main
+main()
+"""
 
-    with patch.object(Puller, "_round", breaks):
-        error = await part.failure()
-    assert "a defect of the pull loop" in str(leaves(error))
-    await until(lambda: has_left(running, "broken"), timeout_s=2 * BEAT_S + LATE_S)
+
+async def test_a_worker_whose_pull_loop_dies_ends_with_its_error(running: Deployment, tmp_path: Path) -> None:  # WRK-4
+    reading = Reading("goes on", 5)
+    async with (
+        asyncio.timeout(50),
+        worker(running, tmp_path, "broken", tokens_per_second=30, program=BREAKING) as broken,
+    ):
+        assert await broken.wait() not in (0, -signal.SIGKILL)
+        ended_at = time.monotonic()
+        assert "a defect of the pull loop" in broken.tail()
+        assert "Traceback" in broken.tail()
+        await until(lambda: has_left(running, "broken"), timeout_s=2 * BEAT_S + LATE_S)
+        print(f"gone {time.monotonic() - ended_at:.2f} s after its end")
     await running.worker(sim(), worker="sound")
     await reading.read(running.client)
     assert reading.workers == ["sound"]
+
+
+BLOCKING = """
+import time
+from headrace.worker.engines.sim import SimEngine
+def blocks(self, *args, **kwargs):
+    time.sleep(3.0)
+    return whole(self, *args, **kwargs)
+whole, SimEngine.generate = SimEngine.generate, blocks
+from headrace.cli import main
+main()
+"""
+
+
+async def test_work_that_blocks_a_workers_loop_for_three_times_to_live(
+    broker_url: str, prefix: str, tmp_path: Path
+) -> None:  # WRK-8; nothing that can block runs on the loop that beats
+    reading = Reading("huge", 5)
+    async with (
+        deployment(broker_url, prefix, worker_ttl_s=1.0, heartbeat_s=0.2) as running,
+        asyncio.timeout(50),
+        worker(
+            running, tmp_path, "busy", tokens_per_second=30, program=BLOCKING,
+            HEADRACE_WORKER_TTL_S="1", HEADRACE_HEARTBEAT_S="0.2",
+        ),
+    ):  # fmt: skip
+        await running.monitor()
+        await until(lambda: running.is_ready("busy"), timeout_s=30)
+        epoch = await epoch_of(running, "busy")
+        await reading.read(running.client)
+        assert reading.attempts[1][1] - time.monotonic() < -3.0  # it was blocked indeed
+        assert reading.workers == ["busy"]
+        assert await num_deliveries(running) == 1
+        assert await epoch_of(running, "busy") == epoch
 
 
 @pytest.mark.parametrize("offset_s", [-600, 600])
@@ -201,6 +311,22 @@ async def is_done(reading: Reading) -> bool:
     return reading.done is not None
 
 
+async def has_started_twice(reading: Reading) -> bool:
+    return len(reading.attempts) == 2
+
+
+async def epoch_of(running: Deployment, name: str) -> str:
+    seen = await WorkersBucket(running.bus).get(name)
+    assert seen is not None
+    assert seen.beat is not None
+    return seen.beat.epoch
+
+
+async def is_registered_anew(running: Deployment, name: str, epoch: str) -> bool:
+    """Ready, and not as it was."""
+    return await running.is_ready(name) and await epoch_of(running, name) != epoch
+
+
 async def is_empty(running: Deployment) -> bool:
     return not await JobQueue(running.bus, MODEL).counts()
 
@@ -219,9 +345,3 @@ async def is_idle(running: Deployment, name: str) -> bool:
     seen = await WorkersBucket(running.bus).get(name)
     assert seen is not None
     return seen.beat is not None and (seen.beat.running, seen.beat.kv_reserved_tokens, seen.beat.held) == (0, 0, ())
-
-
-def leaves(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for each in error.exceptions for leaf in leaves(each)]
-    return [error]

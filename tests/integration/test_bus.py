@@ -17,6 +17,7 @@ from headrace.schemas.events import AcceptedBody, Event, Owner
 from headrace.schemas.states import JobState, fold
 from headrace.settings import Settings
 from headrace.worker.appending import Appended, LogWriter
+from tests.faults.link import Link
 
 OWNER = Owner(worker="w", epoch="e", queue_sequence=1)
 TTL_S = 600.0
@@ -317,3 +318,27 @@ async def test_a_callback_that_fails_after_a_reconnect_hurts_no_other(bus: Bus) 
     bus.nc._transport.close()  # type: ignore[no-untyped-call]  # as if the network broke
     await asyncio.wait_for(called.wait(), WITHIN_S)
     assert (await JobLog(bus).state("default", "j")) == JobState()
+
+
+async def test_a_flush_that_is_given_up_leaves_the_connection_hearing(bus: Bus) -> None:
+    flushing = asyncio.create_task(bus.nc.flush())
+    await asyncio.sleep(0)  # its ping is on the way
+    flushing.cancel()
+    await asyncio.wait([flushing])
+    await bus.flush()
+    assert bus.is_connected
+
+
+async def test_a_connection_closed_while_it_reconnects_leaves_no_task_behind(broker_url: str, prefix: str) -> None:
+    before = asyncio.all_tasks()
+    async with Link(broker_url) as link:
+        settings = Settings(prefix=prefix, state_dir="unused")
+        for delay_s in (0.0, 0.001, 0.01, 0.2, 0.201):  # in the middle of a try, between two, as one is refused
+            async with connect(link.url, settings, name="test") as bus:
+                link.cut()
+                while bus.is_connected:
+                    await asyncio.sleep(0)
+                await asyncio.sleep(delay_s)
+            assert bus.closed.is_set()
+            await link.mend()
+    assert asyncio.all_tasks() == before

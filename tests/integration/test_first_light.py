@@ -99,8 +99,9 @@ async def test_stream_false_sends_no_deltas_and_the_same_answer(broker_url: str,
     assert silent[-1].text == aloud.text != ""
 
 
+@pytest.mark.parametrize("said", [{}, {"Headrace-New-Id": "1"}], ids=["", "though it is said to be new"])
 async def test_the_same_id_from_two_clients_to_two_routers_runs_once_and_both_read_all(
-    broker_url: str, prefix: str
+    broker_url: str, prefix: str, said: dict[str, str]
 ) -> None:
     engine = sim()
     async with deployment(broker_url, prefix, routers=2) as running:
@@ -114,7 +115,7 @@ async def test_the_same_id_from_two_clients_to_two_routers_runs_once_and_both_re
                     f"{prefix}.infer.default.chat.{MODEL}",
                     json.dumps(BODY).encode(),
                     reply=inbox,
-                    headers={"Headrace-Id": "twice"},
+                    headers={"Headrace-Id": "twice", **said},
                 )
             streams = await asyncio.gather(*(read_to_end(subscription) for subscription in subscriptions))
             late = nc.new_inbox()
@@ -123,7 +124,7 @@ async def test_the_same_id_from_two_clients_to_two_routers_runs_once_and_both_re
                 f"{prefix}.infer.default.chat.{MODEL}",
                 json.dumps(BODY).encode(),
                 reply=late,
-                headers={"Headrace-Id": "twice"},
+                headers={"Headrace-Id": "twice", **said},
             )
             streams.append(await read_to_end(afterwards))
         finally:

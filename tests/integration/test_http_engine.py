@@ -450,7 +450,7 @@ def raw_chat(text: bytes) -> bytes:
     return b'data: {"choices":[{"index":0,"delta":{"content":"' + text + b'"},"finish_reason":null}]}\n\n'
 
 
-async def test_a_character_split_across_chunks_is_one_character() -> None:
+async def test_a_character_split_across_chunks_is_one_character() -> None:  # STR-1
     halves = (raw_chat(b"a\xf0\x9f"), raw_chat(b"\xa6\x99b"), chat(finish="stop"), DONE)
     escaped = (raw_chat(rb"a\ud83e"), raw_chat(rb"\udd99b"), chat(finish="stop"), DONE)
     whole = raw_chat("a🦙b".encode()) + chat(finish="stop") + DONE
@@ -461,14 +461,14 @@ async def test_a_character_split_across_chunks_is_one_character() -> None:
         assert all("\ufffd" not in choice.text for chunk in chunks for choice in chunk.choices)
 
 
-async def test_a_cut_off_character_is_flushed_once_at_the_end() -> None:
+async def test_a_cut_off_character_is_flushed_once_at_the_end() -> None:  # STR-1
     chunks = await answered(raw_chat(b"a"), raw_chat(b"\xf0\x9f"), chat(finish="length"), DONE)
     assert text_of(chunks) == "a\ufffd"
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 2
 
 
-async def test_a_stop_string_the_engine_does_not_honour() -> None:
+async def test_a_stop_string_the_engine_does_not_honour() -> None:  # STR-2
     async with FakeOpenAI() as fake, attached(fake) as engine, asyncio.timeout(DEADLINE_S):
         fake.scripts.append(script(chat("The quick br"), chat("own"), chat(" fox"), chat(" jumps"), Hang()))
         chunks = await collect(engine, chat_request(stop=("own fox",)))
@@ -478,7 +478,7 @@ async def test_a_stop_string_the_engine_does_not_honour() -> None:
     assert chunks[-1].usage == Usage(prompt_tokens=12, completion_tokens=3, total_tokens=15)
 
 
-async def test_text_withheld_for_a_stop_string_is_released() -> None:
+async def test_text_withheld_for_a_stop_string_is_released() -> None:  # STR-2
     steps = (chat("The quick br"), chat("own"), chat(" dog"), chat(" ow"), chat(finish="length"), DONE)
     chunks = await answered(*steps, request=chat_request(stop=("own fox",)))
     assert text_of(chunks) == "The quick brown dog ow"

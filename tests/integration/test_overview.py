@@ -65,7 +65,7 @@ async def test_a_known_model_without_requests_is_its_empty_default_queue(bus: Bu
         "workers": [],
         "queues": [
             {"model": "org/m-3.1", "pool": "default", "lane": "normal", "queue": "default", "queued": 0, "running": 0,
-             "oldest_age_s": None},
+             "oldest_age_s": None, "position": 0, "eta_s": None},
         ],
         "gone": [],
     }  # fmt: skip
@@ -90,6 +90,8 @@ async def test_queued_and_running_are_told_apart(bus: Bus) -> None:
     assert [(each.lane, each.queued, each.running) for each in after.queues] == [("high", 0, 1), ("normal", 2, 1)]
     assert [each.oldest_age_s is None for each in after.queues] == [True, False]
     assert after.models == ["m"]
+    assert [each.position for each in before.queues] == [1, 4]
+    assert [each.eta_s for each in after.queues] == [None, None], "no worker lives"
 
 
 async def test_workers_live_leave_expire_and_are_tombstoned(bus: Bus) -> None:

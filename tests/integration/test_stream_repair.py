@@ -96,7 +96,7 @@ async def test_a_reader_in_the_middle_gets_the_rest_from_done(
 
 async def test_a_hole_that_nothing_can_fill_is_an_error(
     broker_url: str, prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> None:  # STR-7
     async with deployment(broker_url, prefix) as running:
         await running.worker(sim(tokens_per_second=100.0))
         losing(monkeypatch, lambda event: event.offset >= 5)

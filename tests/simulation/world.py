@@ -443,7 +443,7 @@ def _virtual(world: World) -> Iterator[None]:
             patch.object(time, "monotonic", world.loop.time),
             patch.object(time, "time", world.loop.time),
             patch.object(uuid, "uuid4", lambda: uuid.UUID(int=ids.getrandbits(128))),
-            patch("headrace.worker.worker.read_host_memory", lambda: None),
+            patch("headrace.worker.memory.read_host_memory", lambda: None),
             patch("headrace.monitor.guard.disconnects", world.disconnects),
             patch("headrace.worker.worker.Pulse", ModelPulse),
             patch("headrace.worker.pulse.asyncio", SimulatedAsyncio()),

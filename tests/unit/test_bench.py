@@ -175,8 +175,8 @@ def test_failover_says_how_many_streams_moved_and_what_a_gap_includes() -> None:
 
 def test_dispatch_is_shown_beside_a_round_trip() -> None:
     phase = DispatchPhase(
-        num_early_fetches=1, round_trip=SOME, publish_fetch=SOME, accepted=SOME, at_worker=SOME, started=SOME,
-        first_token=None,
+        num_early_fetches=1, round_trip=SOME, publish_fetch=SOME, accepted=SOME, delivered=SOME, at_worker=SOME,
+        started=SOME, first_token=None,
     )  # fmt: skip
     text = printed(*shown_dispatch(DispatchResult(machine=WHERE, rate=100, reached=99.5, idle=phase, loaded=phase)))
     assert "At 100 jobs/s (99.5 reached), ms" in text

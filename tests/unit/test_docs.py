@@ -167,6 +167,7 @@ def test_contract_names_every_request_header_event_and_operation() -> None:
     contract = {cells[0]: cells[1] for cells in rows(ARCHITECTURE, "name")}
     asked = {
         subjects.HDR_ID,
+        subjects.HDR_NEW_ID,
         subjects.HDR_PRIORITY,
         subjects.HDR_POOL,
         subjects.HDR_QUEUE_TIMEOUT,

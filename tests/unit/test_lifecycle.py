@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.lifecycle import Backoff, ChildProcess, stop_event, wait_first
+from headrace.lifecycle import Backoff, ChildProcess, stop_event, unless_stopped, wait_first
 
 WITHIN_S = 20.0
 """Deadline of everything waited for; nothing here takes a second on an idle machine."""
@@ -270,6 +270,46 @@ async def test_wait_first_leaves_no_task_when_cancelled() -> None:
     with contextlib.suppress(asyncio.CancelledError):
         await waiting
     assert len(asyncio.all_tasks()) == 1
+
+
+async def test_work_is_done_unless_stopped() -> None:
+    stop, never = asyncio.Event(), asyncio.Event()
+    cleaned: list[str] = []
+
+    async def works(event: asyncio.Event) -> None:
+        try:
+            await event.wait()
+        finally:
+            await asyncio.sleep(0)  # what is undone at the end is waited for
+            cleaned.append("up")
+
+    async def fails() -> None:
+        raise ValueError("wrong")
+
+    done = asyncio.Event()
+    done.set()
+    assert await unless_stopped(works(done), stop)
+    with pytest.raises(ValueError, match="wrong"):
+        await unless_stopped(fails(), stop)
+    asyncio.get_running_loop().call_soon(stop.set)
+    assert not await unless_stopped(works(never), stop)
+    assert not await unless_stopped(works(never), stop)  # told before it began
+    assert cleaned == ["up"] * 2
+
+
+async def test_work_ends_with_whoever_waits_for_it() -> None:
+    before = asyncio.all_tasks()
+    never = asyncio.Event()
+    waiting = asyncio.create_task(unless_stopped(_forever(never), never))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert asyncio.all_tasks() == before
+
+
+async def _forever(never: asyncio.Event) -> None:
+    await never.wait()
 
 
 async def test_backoff_doubles_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.router.position import eta_s, position, retry_after_s, waiting_of
+from headrace.discipline.position import eta_s, num_startable, position, retry_after_s, waiting_of
 from headrace.schemas.subjects import QueueName
 from headrace.schemas.workers import Heartbeat, HeldRequest
 
@@ -56,3 +56,13 @@ def test_eta_is_unknown_before_anything_was_measured() -> None:
 @pytest.mark.parametrize(("eta", "seconds"), [(None, 1), (0.0, 1), (0.2, 1), (1.0, 1), (1.1, 2)])
 def test_retry_after_is_a_whole_number_of_at_least_one(eta: float | None, seconds: int) -> None:
     assert retry_after_s(eta) == seconds
+
+
+def test_what_could_start_now_is_bound_by_slots_and_by_memory() -> None:
+    assert num_startable([beat(max_concurrency=4, running=1), beat(max_concurrency=2, running=2)], 100) == 3
+    assert num_startable([beat(max_concurrency=64, kv_capacity_tokens=1000, kv_reserved_tokens=350)], 300) == 2
+    assert num_startable([beat(max_concurrency=64, kv_capacity_tokens=1000, kv_reserved_tokens=1000)], 1) == 0
+
+
+def test_nothing_starts_at_once_where_something_waits_for_memory() -> None:
+    assert num_startable([beat(max_concurrency=64, kv_capacity_tokens=1000, waiting=1)], 100) == 0

@@ -197,6 +197,11 @@ def test_a_delta_read_without_its_start_names_the_runner() -> None:
     assert told.owner.is_same(owner())
 
 
+def test_the_attempt_is_known_from_a_delta_alone() -> None:
+    """A monitor that hands a job over reads no more than its last event."""
+    assert fold([event("delta", attempt=2, offset=5, count=1, owner=owner())]).attempt == 2
+
+
 def test_a_start_says_which_queue_message_counts() -> None:
     log = [event("accepted", queue_sequence=3), event("started", owner=owner(sequence=8))]
     assert fold(log[:1]).queue_sequence == 3

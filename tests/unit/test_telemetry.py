@@ -4,14 +4,17 @@ import asyncio
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from opentelemetry import trace
 from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -34,6 +37,7 @@ from headrace.telemetry import (
     step_span,
     traces_endpoint,
 )
+from headrace.telemetry.otlp import OtlpPipeline
 from headrace.telemetry.spans import MAX_ATTRIBUTE_CHARS, use_tracer
 
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -300,6 +304,39 @@ class TestDecision:
         (record,) = caplog.records
         assert record.levelno == logging.WARNING
         assert name in record.getMessage()
+
+
+def test_a_closed_pipeline_that_is_still_on_its_way_out_takes_no_failures_of_the_next(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
+    gate = threading.Event()
+
+    def pipeline(endpoint: str) -> OtlpPipeline:
+        made = OtlpPipeline(service_name="s", instance_id="i", version="1", endpoint=endpoint)
+        shutdown = made._provider.shutdown
+        monkeypatch.setattr(made._provider, "shutdown", lambda: gate.wait() and shutdown())
+        made._stop_waiting.set()  # so that `close` waits for nothing
+        return made
+
+    exporter = logging.getLogger(OTLPSpanExporter.__module__)
+    before = exporter.filters[:]
+    first = pipeline("http://first")
+    first.close()
+    second = pipeline("http://second")
+    try:
+        exporter.error("Failed to export span batch code: %s", 503)
+    finally:
+        second.close()
+        gate.set()
+        for thread in threading.enumerate():
+            if thread.name == "telemetry shutdown":
+                thread.join(5)
+    assert [record.getMessage() for record in caplog.records] == [
+        "traces do not reach http://second (HTTP 503); spans are dropped, requests go on"
+    ]
+    assert exporter.filters == before
 
 
 OFF = """

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from headrace.schemas.subjects import LANES, QueueName
 from headrace.schemas.workers import Heartbeat
 
-__all__ = ["eta_s", "position", "retry_after_s", "waiting_of"]
+__all__ = ["eta_s", "num_startable", "position", "retry_after_s", "waiting_of"]
 
 
 def waiting_of(messages: Mapping[QueueName, int], workers: Iterable[Heartbeat]) -> dict[QueueName, int]:
@@ -20,12 +20,21 @@ def waiting_of(messages: Mapping[QueueName, int], workers: Iterable[Heartbeat]) 
     return waiting
 
 
-def position(waiting: Mapping[QueueName, int], queue: QueueName, *, num_ahead: int) -> int:
+def position(
+    waiting: Mapping[QueueName, int],
+    queue: QueueName,
+    *,
+    num_ahead: int,
+    weights: Mapping[QueueName, float] | None = None,
+) -> int:
     """Jobs the discipline would start before one that has `num_ahead` others before it in its own queue.
 
-    All of the pool's higher lanes; of each other queue in the lane as many as take their turns meanwhile.
+    All of the pool's higher lanes; of each other queue in the lane as many as take their turns meanwhile, by weight
+    (1 where it is missing), as if all jobs were of one size and each queue began anew; at equal turns by name, as
+    `shares.Shares` does. One look at each queue, however much waits.
     """
     rank = LANES.index(queue.lane)
+    own_weight = weights.get(queue, 1.0) if weights else 1.0
     before = num_ahead
     for other, number in waiting.items():
         if other.pool != queue.pool or other == queue:
@@ -33,8 +42,22 @@ def position(waiting: Mapping[QueueName, int], queue: QueueName, *, num_ahead: i
         if LANES.index(other.lane) < rank:
             before += number
         elif other.lane == queue.lane:
-            before += min(number, num_ahead + 1)
+            turns = num_ahead * (weights.get(other, 1.0) if weights else 1.0) / own_weight
+            before += min(number, math.floor(turns) + 1 if other < queue else math.ceil(turns))
     return before
+
+
+def num_startable(workers: Iterable[Heartbeat], need_tokens: int) -> int:
+    """Requests of one size that could start now, by what the workers say. None where a larger one waits already."""
+    number = 0
+    for beat in workers:
+        if beat.waiting:
+            continue
+        slots = max(0, beat.max_concurrency - beat.running)
+        if beat.kv_capacity_tokens:
+            slots = min(slots, max(0, beat.kv_capacity_tokens - beat.kv_reserved_tokens) // max(1, need_tokens))
+        number += slots
+    return number
 
 
 def eta_s(num_before: int, workers: Iterable[Heartbeat]) -> float | None:

@@ -1,0 +1,137 @@
+"""Who starts in a worker's memory: fetched requests wait here until the discipline lets them in."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final
+
+from headrace.discipline.room import Room, Waiter, startable
+from headrace.schemas.subjects import LANES
+from headrace.worker.held import Held
+from headrace.worker.ledger import Ledger
+from headrace.worker.watermarks import Watermarks, effective_concurrency
+
+__all__ = ["Gate"]
+
+_NEED_WEIGHT: Final = 0.1
+_LANE_RANK: Final = {lane: rank for rank, lane in enumerate(LANES)}
+
+
+class _Waiting:
+    """One request at the gate; `is_in` once its need is reserved."""
+
+    def __init__(self, held: Held, need_tokens: int, *, is_interrupted: bool, number: int) -> None:
+        self.held = held
+        self.need_tokens = need_tokens
+        self.is_interrupted = is_interrupted
+        self.number = number
+        self.since = time.monotonic()
+        self.is_in = asyncio.Event()
+
+
+class Gate:
+    """Reserves memory for those that `discipline.room.startable` names, the moment there is room for them.
+
+    Nothing else reserves, so what runs and what was let in is always within the ledger's capacity. Whoever entered
+    leaves again, let in or not. `on_change` is called when somebody begins or ends to wait. Above the
+    high-water mark of `marks` nobody is let in; call `look` when room was made otherwise.
+    """
+
+    def __init__(self, ledger: Ledger, *, ageing_s: float, on_change: Callable[[], None]) -> None:
+        self._ledger = ledger
+        self._ageing_s = ageing_s
+        self._on_change = on_change
+        self._waiting: dict[Held, _Waiting] = {}
+        self._num_entered = 0
+        self._is_closed = False
+        self._usual_need: float | None = None
+        self.marks = Watermarks()
+
+    def __contains__(self, held: Held) -> bool:
+        """Whether it was let in."""
+        return held in self._ledger
+
+    @property
+    def room(self) -> Room:
+        """The worker's room now."""
+        return self._ledger.room(is_above_high_water=self.marks.is_above)
+
+    @property
+    def waiters(self) -> list[Waiter]:
+        """Those that wait, in the order in which they would start."""
+        return [self._as_waiter(each) for each in self._in_order()]
+
+    def enter(self, held: Held, need_tokens: int, *, is_interrupted: bool) -> bool:
+        """Ask to start; whether it was let in at once. `is_interrupted`: it was running before."""
+        if held in self:  # let in since it last asked
+            return True
+        if held not in self._waiting:
+            self._num_entered += 1
+            self._waiting[held] = _Waiting(held, need_tokens, is_interrupted=is_interrupted, number=self._num_entered)
+            self.look()
+        if held not in self._waiting:
+            return True
+        if not held.is_waiting:
+            held.is_waiting = True
+            self._on_change()
+        return False
+
+    async def let_in(self, held: Held, *, timeout_s: float) -> bool:
+        """Wait until it is let in, and say whether it was; it goes on waiting in its place where it was not."""
+        waiting = self._waiting.get(held)
+        if waiting is not None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await waiting.is_in.wait()
+            except TimeoutError:
+                pass
+        return held in self
+
+    def leave(self, held: Held) -> None:
+        """It ended, or is handed back: give up its place or its memory, and let others in."""
+        self._waiting.pop(held, None)
+        held.is_waiting = False
+        self._ledger.release(held)
+        self.look()
+
+    def close(self) -> None:
+        """Let nobody in any more, and let nobody wait."""
+        self._is_closed = True
+        for waiting in self._waiting.values():
+            waiting.is_in.set()
+
+    def look(self) -> None:
+        """Let in whoever may start now."""
+        if self._is_closed:
+            return
+        ordered = self._in_order()
+        waiters = [self._as_waiter(each) for each in ordered]
+        for index in startable(self.room, waiters, ageing_s=self._ageing_s):
+            waiting = ordered[index]
+            self._ledger.reserve(waiting.held, waiting.need_tokens)
+            self._note_need(waiting.need_tokens)
+            del self._waiting[waiting.held]
+            waiting.is_in.set()
+            if waiting.held.is_waiting:
+                waiting.held.is_waiting = False
+                self._on_change()
+
+    def effective_concurrency(self, *, default_need_tokens: int) -> int:
+        """How many requests memory lets run at once; of the usual need here, or of a default before there is one."""
+        usual = self._usual_need if self._usual_need is not None else float(default_need_tokens)
+        return effective_concurrency(self.room, usual_need_tokens=usual)
+
+    def _note_need(self, need_tokens: int) -> None:
+        known = self._usual_need
+        self._usual_need = need_tokens if known is None else known + _NEED_WEIGHT * (need_tokens - known)
+
+    def _in_order(self) -> list[_Waiting]:
+        return sorted(self._waiting.values(), key=lambda each: (_LANE_RANK[each.held.delivery.queue.lane], each.number))
+
+    @staticmethod
+    def _as_waiter(waiting: _Waiting) -> Waiter:
+        return Waiter(
+            need_tokens=waiting.need_tokens,
+            waited_s=time.monotonic() - waiting.since,
+            is_interrupted=waiting.is_interrupted,
+        )

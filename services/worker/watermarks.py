@@ -1,0 +1,72 @@
+"""The engine's own word on its memory, which corrects the ledger: above the high-water mark nothing more starts."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from headrace.discipline.room import Room
+from headrace.errors import EngineError
+from headrace.worker.engines.base import Engine
+
+__all__ = ["HIGH_WATER", "LOW_WATER", "Watermarks", "effective_concurrency"]
+
+log = logging.getLogger(__name__)
+
+HIGH_WATER: Final = 0.95
+LOW_WATER: Final = 0.85
+"""Shares of the engine's KV cache in use."""
+_EVERY_S: Final = 0.5
+_TIMEOUT_S: Final = 2.0
+
+
+class Watermarks:
+    """Whether the engine is above its high-water mark, and was not below the low one since.
+
+    The ledger promises memory to the last token, so a full engine means that it uses more than it was asked for. An
+    engine that does not tell its usage is never above.
+    """
+
+    def __init__(self) -> None:
+        self.is_above = False
+
+    def note(self, kv_usage_ratio: float | None) -> bool:
+        """Take in what the engine says; whether the answer changed."""
+        was_above = self.is_above
+        if kv_usage_ratio is None or kv_usage_ratio <= LOW_WATER:
+            self.is_above = False
+        elif kv_usage_ratio >= HIGH_WATER:
+            self.is_above = True
+        return self.is_above != was_above
+
+    async def follow(self, engine: Engine, *, is_up: Callable[[], bool], changed: Callable[[], None]) -> None:
+        """Ask the engine twice a second, until cancelled. What cannot be read changes nothing."""
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            if not is_up():
+                continue
+            try:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    usage = await engine.usage()
+            except (EngineError, TimeoutError) as error:
+                log.debug("the engine's usage cannot be read: %s", error)
+                continue
+            if self.note(usage.kv_usage_ratio):
+                ratio = usage.kv_usage_ratio or 0.0
+                log.warning("the engine's KV cache is %.0f %% full; %s", 100 * ratio, _SAYING[self.is_above])
+                changed()
+
+
+def effective_concurrency(room: Room, *, usual_need_tokens: float) -> int:
+    """Requests of the usual size that memory lets run at once, of the `max_concurrency` that was asked for.
+
+    At least 1, for the usual size may be more than there is. Above the high-water mark: what runs now.
+    """
+    if room.is_above_high_water:
+        return min(room.num_running, room.max_concurrency)
+    if room.capacity_tokens is None:
+        return room.max_concurrency
+    return max(1, min(room.max_concurrency, int(room.capacity_tokens // max(1.0, usual_need_tokens))))
+
+
+_SAYING: Final = {True: "nothing more starts until it is below the low-water mark", False: "taking requests again"}

@@ -1,0 +1,376 @@
+"""Memory decides who runs, lanes and age decide who is next, and no worker idles beside a request it could run."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+import headrace.client
+from headrace.bus.connection import Stored
+from headrace.bus.heartbeats import WorkersBucket
+from headrace.bus.jobqueue import JobQueue
+from headrace.bus.keyvalue import Bucket
+from headrace.bus.provision import ensure_jobs_stream, ensure_provisioned
+from headrace.client import Accepted, Client, Done, Started
+from headrace.errors import JobFailedError
+from headrace.schemas.config_text import decode_file, encode_entry, entries_of
+from headrace.schemas.subjects import QueueName
+from headrace.schemas.workers import Heartbeat
+from headrace.worker.engines.base import EngineUsage
+from tests.deployment import MODEL, Deployment, deployment, sim, until
+
+
+class Jobs:
+    """Sends requests and notes in which order they start."""
+
+    def __init__(self, client: Client, group: asyncio.TaskGroup) -> None:
+        self._client = client
+        self._group = group
+        self.started: list[str] = []
+        self.worker_of: dict[str, str] = {}
+        self.done: list[str] = []
+
+    async def send(self, name: str, *, max_tokens: int, **arguments: Any) -> asyncio.Task[None]:
+        """Returns once it is accepted."""
+        accepted = asyncio.Event()
+        task = self._group.create_task(self._read(name, accepted, max_tokens=max_tokens, **arguments))
+        async with asyncio.timeout(10):
+            await accepted.wait()
+        return task
+
+    async def _read(self, name: str, accepted: asyncio.Event, *, prompt: str = "x", **arguments: Any) -> None:
+        async with self._client.stream(model=MODEL, prompt=prompt, ignore_eos=True, **arguments) as stream:
+            async for event in stream:
+                if isinstance(event, Accepted):
+                    accepted.set()
+                elif isinstance(event, Started):
+                    self.started.append(name)
+                    self.worker_of[name] = event.worker
+                elif isinstance(event, Done):
+                    self.done.append(name)
+
+    async def until_started(self, *names: str, timeout_s: float = 10.0) -> None:
+        async def are_started() -> bool:
+            return set(names) <= set(self.started)
+
+        await until(are_started, timeout_s=timeout_s)
+
+
+@contextlib.asynccontextmanager
+async def sending(running: Deployment) -> AsyncIterator[Jobs]:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        yield Jobs(running.client, group)
+
+
+async def beat_of(running: Deployment, worker: str) -> Heartbeat:
+    seen = await WorkersBucket(running.bus).get(worker)
+    assert seen is not None
+    assert seen.beat is not None
+    return seen.beat
+
+
+async def test_exactly_what_memory_carries_runs_and_the_next_starts_when_one_ends(broker_url: str, prefix: str) -> None:
+    """MEM-4: 1,000 tokens, three requests of 400."""
+    engine = sim(kv_tokens=1000, block_size=1, max_concurrency=8, tokens_per_second=400.0)
+    async with deployment(broker_url, prefix) as running:
+        await running.worker(engine, worker="w")
+        async with sending(running) as jobs:
+            for name in ("a", "b", "c"):
+                await jobs.send(name, max_tokens=400)
+            await jobs.until_started("a", "b")
+
+            async def third_waits() -> bool:
+                beat = await beat_of(running, "w")
+                return (beat.running, beat.waiting, beat.kv_reserved_tokens) == (2, 1, 800)
+
+            await until(third_waits)
+            assert jobs.started == ["a", "b"]
+            await jobs.until_started("c")
+            assert jobs.done
+    assert engine.num_running_peak == 2
+    assert engine.num_started == 3
+
+
+async def test_a_high_request_is_next_before_a_hundred_low_ones(broker_url: str, prefix: str) -> None:
+    """QUE-1."""
+    async with deployment(broker_url, prefix) as running:
+        await running.worker(sim(tokens_per_second=100.0), worker="w", max_concurrency=1)
+        async with sending(running) as jobs:
+            await jobs.send("first", max_tokens=100)
+            await jobs.until_started("first")
+            async with asyncio.TaskGroup() as group:
+                for number in range(100):
+                    group.create_task(jobs.send(f"low{number}", max_tokens=1, priority="low"))
+            await jobs.send("high", max_tokens=1, priority="high")
+            assert jobs.started == ["first"]
+            await jobs.until_started("high")
+            assert jobs.started[:2] == ["first", "high"]
+
+
+async def test_a_low_request_starts_within_the_ageing_limit_of_a_saturated_high_lane(
+    broker_url: str, prefix: str
+) -> None:
+    async with deployment(broker_url, prefix, ageing_s=1.5) as running:
+        await running.worker(sim(tokens_per_second=50.0), worker="w", max_concurrency=1)
+        async with sending(running) as jobs:
+            await jobs.send("high0", max_tokens=5, priority="high")
+            for number in range(1, 60):
+                await jobs.send(f"high{number}", max_tokens=5, priority="high")
+            began = time.monotonic()
+            await jobs.send("low", max_tokens=5, priority="low")
+            await jobs.until_started("low")
+            waited_s = time.monotonic() - began
+            assert "high59" not in jobs.started, "the high lane was not saturated all the while"
+            assert waited_s > 1.0
+            assert waited_s < 1.5 + 2.5, "ageing limit, one job of 0.1 s, and the looks at heads"
+
+
+async def test_a_small_request_is_backfilled_around_a_large_one_that_gets_its_room_in_time(
+    broker_url: str, prefix: str
+) -> None:
+    """MEM-5: 200 tokens free, [900, 100] queued: the 100 starts now, the 900 within the ageing limit of its room."""
+    async with deployment(broker_url, prefix, ageing_s=1.0) as running:
+        engine = sim(kv_tokens=1000, block_size=1, max_concurrency=64, tokens_per_second=400.0)
+        await running.worker(engine, worker="w")
+        async with sending(running) as jobs:
+            await jobs.send("first", max_tokens=800)  # 2 s
+            await jobs.until_started("first")
+            await jobs.send("large", max_tokens=900)
+            for number in range(30):  # 0.25 s each, so that there is always one running
+                await jobs.send(f"small{number}", max_tokens=100)
+            await jobs.until_started("small0")
+            assert "large" not in jobs.started
+            await jobs.until_started("large", timeout_s=15)
+            assert "first" in jobs.done
+            assert any(f"small{number}" not in jobs.started for number in range(30)), "it had to wait for all of them"
+
+
+async def test_short_requests_go_to_the_idle_worker_and_the_busy_one_holds_one(broker_url: str, prefix: str) -> None:
+    """QUE-6."""
+    async with deployment(broker_url, prefix, grace_s=0.2) as running:
+        await running.worker(sim(tokens_per_second=10.0), worker="x", max_concurrency=1)
+        async with sending(running) as jobs:
+            long = await jobs.send("long", max_tokens=600)
+            await jobs.until_started("long")
+            await running.worker(sim(), worker="y", max_concurrency=1)
+            for number in range(4):
+                await jobs.send(f"short{number}", max_tokens=2)
+            await jobs.until_started(*(f"short{number}" for number in range(4)))
+            assert {jobs.worker_of[f"short{number}"] for number in range(4)} == {"y"}
+            assert [held.consumer for held in (await beat_of(running, "x")).held] == [QueueName().consumer]
+            long.cancel()
+
+
+async def test_what_does_not_fit_here_goes_to_a_worker_where_it_starts(broker_url: str, prefix: str) -> None:
+    async with deployment(broker_url, prefix) as running:
+        await running.worker(sim(kv_tokens=100, block_size=1), worker="small")
+        await running.worker(sim(kv_tokens=1000, block_size=1), worker="large")
+        async with sending(running) as jobs:
+            began = time.monotonic()
+            for number in range(6):
+                await jobs.send(f"job{number}", max_tokens=150)
+            await jobs.until_started(*(f"job{number}" for number in range(6)))
+            assert set(jobs.worker_of.values()) == {"large"}
+            assert time.monotonic() - began < 5
+
+
+async def test_a_request_held_beside_a_full_engine_moves_to_a_worker_that_gets_room(
+    broker_url: str, prefix: str
+) -> None:
+    async with deployment(broker_url, prefix, grace_s=0.2) as running:
+        await running.worker(sim(kv_tokens=1000, block_size=1, tokens_per_second=20.0), worker="x")
+        async with sending(running) as jobs:
+            long = await jobs.send("long", max_tokens=800)
+            await jobs.until_started("long")
+            await jobs.send("held", max_tokens=400)
+
+            async def is_held() -> bool:
+                return (await beat_of(running, "x")).waiting == 1
+
+            await until(is_held)
+            await running.worker(sim(kv_tokens=1000, block_size=1), worker="y")
+            await jobs.until_started("held")
+            assert jobs.worker_of["held"] == "y"
+            long.cancel()
+
+
+async def test_a_request_that_no_worker_could_hold_any_more_ends(broker_url: str, prefix: str) -> None:
+    """Taken in while a larger worker was there; it is gone when the request is fetched."""
+    async with deployment(broker_url, prefix) as running:
+        await ensure_jobs_stream(running.bus, MODEL)
+        stream = running.client.stream(model=MODEL, prompt="x", max_tokens=900)
+        async with asyncio.timeout(20), stream:
+            events = aiter(stream)
+            assert isinstance(await anext(events), Accepted), "nobody is there who could say that it is too large"
+            await running.worker(sim(kv_tokens=500, block_size=1), worker="small")
+            with pytest.raises(JobFailedError) as failure:
+                async for _ in events:
+                    pass
+        assert failure.value.code == "exceeds_capacity"
+
+        async def is_gone() -> bool:
+            return not any((await JobQueue(running.bus, MODEL).counts()).values())
+
+        await until(is_gone)
+
+
+async def test_above_the_high_water_mark_nothing_is_fetched(broker_url: str, prefix: str) -> None:
+    async with deployment(broker_url, prefix, grace_s=0.5) as running:
+        engine = sim(kv_tokens=1000, block_size=1, max_concurrency=4)
+        usage = EngineUsage(kv_usage_ratio=0.96)
+
+        async def told() -> EngineUsage:
+            return usage
+
+        engine.usage = told  # type: ignore[method-assign]
+        await running.worker(engine, worker="w")
+
+        async def is_busy() -> bool:
+            beat = await beat_of(running, "w")
+            return beat.state == "Busy" and beat.effective_concurrency == 0
+
+        await until(is_busy)
+        async with sending(running) as jobs:
+            await jobs.send("a", max_tokens=2)
+            await asyncio.sleep(0.5)  # three looks around of the worker; nothing may come of them
+            assert jobs.started == []
+            assert (await beat_of(running, "w")).held == ()
+            usage = EngineUsage(kv_usage_ratio=0.9)
+            await asyncio.sleep(0.6)
+            assert jobs.started == []
+            usage = EngineUsage(kv_usage_ratio=0.5)
+            await jobs.until_started("a")
+
+
+async def test_repeated_beginnings_land_where_they_are_warm(broker_url: str, prefix: str) -> None:
+    async with deployment(broker_url, prefix) as running:
+        for number in range(3):
+            await running.worker(sim(), worker=f"w{number}")
+        beginnings = [f"{number} " + "it was the best of times " * 60 for number in range(6)]
+
+        async def ask(beginning: str, turn: int) -> str:
+            async with running.client.stream(model=MODEL, prompt=f"{beginning} {turn}", max_tokens=2) as stream:
+                worker = ""
+                async for event in stream:
+                    worker = event.worker if isinstance(event, Started) else worker
+                return worker
+
+        warm = {beginning: {await ask(beginning, 0)} for beginning in beginnings}
+
+        async def is_told() -> bool:
+            return sum([len((await beat_of(running, f"w{number}")).prefixes) for number in range(3)]) >= 6
+
+        await until(is_told)
+        await asyncio.sleep(1.0)  # a router lists the workers twice a second
+        num_warm = 0
+        for turn in range(1, 6):
+            for beginning in beginnings:
+                worker = await ask(beginning, turn)
+                num_warm += worker in warm[beginning]
+                warm[beginning].add(worker)
+        assert num_warm >= 0.8 * 30
+
+
+async def configure(running: Deployment, text: str) -> None:
+    """Write it, and wait until the parts that run have had the time they may take to follow."""
+    await ensure_provisioned(running.bus)
+    bucket = Bucket(running.bus, running.bus.names.config_bucket)
+    for key, entry in entries_of(decode_file(text, is_json=False)).items():
+        assert isinstance(await bucket.put(key, encode_entry(entry), expected_revision=0), Stored)
+    await asyncio.sleep(1.5)
+
+
+async def test_a_tenant_that_comes_late_takes_turns(broker_url: str, prefix: str) -> None:
+    """QUE-3: A queues 50, then B queues 5 of equal size; B's last starts by position 11."""
+    async with deployment(broker_url, prefix) as running:
+        await configure(running, "[tenants.a]\n[tenants.b]\n")
+        async with (
+            headrace.client.connect(broker_url, tenant="a", settings=running.settings) as a,
+            headrace.client.connect(broker_url, tenant="b", settings=running.settings) as b,
+            asyncio.timeout(60),
+            asyncio.TaskGroup() as group,
+        ):
+            await running.worker(sim(tokens_per_second=100.0), worker="w", max_concurrency=1)
+            order: list[str] = []
+            of_a, of_b = Jobs(a, group), Jobs(b, group)
+            of_a.started = of_b.started = order
+            await of_a.send("first", max_tokens=200)
+            await of_a.until_started("first")
+            for number in range(50):
+                await of_a.send(f"a{number}", max_tokens=5)
+            for number in range(5):
+                await of_b.send(f"b{number}", max_tokens=5)
+            await of_b.until_started("b4", timeout_s=30)
+            assert order.index("b4") <= 11, "counted from the one that ran as they came"
+
+
+async def test_weights_of_three_to_one_give_tokens_three_to_one(broker_url: str, prefix: str) -> None:
+    async with deployment(broker_url, prefix) as running:
+        await configure(running, "[tenants.a]\nweight = 3\n[tenants.b]\n")
+        async with (
+            headrace.client.connect(broker_url, tenant="a", settings=running.settings) as a,
+            headrace.client.connect(broker_url, tenant="b", settings=running.settings) as b,
+            asyncio.timeout(90),
+            asyncio.TaskGroup() as group,
+        ):
+            await running.worker(sim(tokens_per_second=1000.0), worker="w", max_concurrency=2)
+            order: list[str] = []
+            of_a, of_b, of_others = Jobs(a, group), Jobs(b, group), Jobs(running.client, group)
+            of_a.started = of_b.started = order
+            for number in range(2):
+                await of_others.send(f"first{number}", max_tokens=3000)
+            await of_others.until_started("first0", "first1")
+            for number in range(120):
+                await of_a.send(f"a{number}", max_tokens=(10, 30, 20)[number % 3])
+                await of_b.send(f"b{number}", max_tokens=(20, 10, 30)[number % 3])
+
+            async def are_enough() -> bool:
+                return len(order) >= 140
+
+            await until(are_enough, timeout_s=60)
+            served = {"a": 0, "b": 0}
+            for name in order[:140]:
+                number = int(name[1:])
+                served[name[0]] += ((10, 30, 20) if name[0] == "a" else (20, 10, 30))[number % 3]
+            assert 2.7 <= served["a"] / served["b"] <= 3.3
+
+
+async def test_a_pool_lends_its_workers_only_while_its_own_queues_are_empty(broker_url: str, prefix: str) -> None:
+    lending = f'[models.{MODEL}]\npools = [{{ name = "chat", lends_to = ["batch"] }}, {{ name = "batch" }}]\n'
+    async with deployment(broker_url, prefix) as running:
+        await configure(running, lending)
+        await running.worker(sim(tokens_per_second=100.0), worker="chat1", pool="chat", max_concurrency=1)
+        async with sending(running) as jobs:
+            await jobs.send("lent", max_tokens=100, pool="batch")
+            await jobs.until_started("lent")
+            assert jobs.worker_of["lent"] == "chat1"
+            for number in range(3):
+                await jobs.send(f"batch{number}", max_tokens=2, pool="batch")
+            for number in range(3):
+                await jobs.send(f"chat{number}", max_tokens=2, pool="chat")
+            await jobs.until_started("batch2")
+            assert jobs.started[1:4] == ["chat0", "chat1", "chat2"]
+
+
+async def test_long_prompts_keep_short_chats_waiting_no_longer_than_one_job(broker_url: str, prefix: str) -> None:
+    """Two pools by rule: a burst of long prompts over steady short chats."""
+    rules = f'[models.{MODEL}]\npools = [{{ name = "long" }}]\nrules = [{{ pool = "long", min_prompt_tokens = 200 }}]\n'
+    async with deployment(broker_url, prefix) as running:
+        await configure(running, rules)
+        await running.worker(sim(tokens_per_second=200.0), worker="short", max_concurrency=2)
+        await running.worker(sim(tokens_per_second=200.0), worker="long", pool="long", max_concurrency=1)
+        async with sending(running) as jobs:
+            for number in range(6):
+                await jobs.send(f"long{number}", max_tokens=200, prompt="word " * 400)  # 1 s each
+            waits: list[float] = []
+            for number in range(10):
+                began = time.monotonic()
+                await jobs.send(f"chat{number}", max_tokens=4)
+                await jobs.until_started(f"chat{number}")
+                waits.append(time.monotonic() - began)
+            assert {jobs.worker_of[f"chat{number}"] for number in range(10)} == {"short"}
+            assert max(waits) < 1.0, "less than one long job"
+            assert set(jobs.worker_of.values()) == {"short", "long"}
