@@ -163,7 +163,7 @@ class JobQueue:
     ) -> StoreResult:
         """Put a job at the tail of its queue. The same tenant and id within the dedupe window is stored once.
 
-        With `after` only if that is still the last sequence of the queue's name in every pool and lane (`last_of`).
+        With `after` only if that is still the last sequence of the queue name (see `occupancy`).
         """
         message_headers = {**job.headers(), **headers}
         message_headers[subjects.HDR_MSG_ID] = self._bus.names.message_id(
@@ -185,17 +185,6 @@ class JobQueue:
             if queue is not None:
                 counts[queue] = number
         return counts
-
-    async def last_of(self, queue: str) -> int:
-        """Sequence of the last message of a queue name, in every pool and lane; 0 if there is none."""
-        payload = {"last_by_subj": self._bus.names.jobs_of_queue(self.model, queue)}
-        reply = await self._bus.request(f"$JS.API.DIRECT.GET.{self.stream}", msgspec.json.encode(payload))
-        return int((reply.headers or {}).get(subjects.HDR_SEQUENCE, "0"))
-
-    async def count_of(self, queue: str) -> int:
-        """Messages of a queue name, queued and running, in every pool and lane."""
-        info = await self._info({"subjects_filter": self._bus.names.jobs_of_queue(self.model, queue)})
-        return sum((info.state.subjects or {}).values())
 
     async def exists(self) -> bool:
         """Whether the model has a stream."""

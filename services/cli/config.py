@@ -12,7 +12,7 @@ from rich.text import Text
 from headrace.bus.configuration import StoredEntry, read_entries
 from headrace.bus.connection import Bus, Refused, Stored
 from headrace.bus.keyvalue import Bucket
-from headrace.bus.provision import ensure_jobs_stream, ensure_provisioned
+from headrace.bus.provision import ensure_jobs_stream
 from headrace.cli.options import connected, with_settings
 from headrace.cli.render import console, safe
 from headrace.errors import BrokerUnavailableError, ConfigError, HeadraceError
@@ -86,8 +86,6 @@ async def _get(settings: Settings) -> list[StoredEntry]:
 
 async def _apply(settings: Settings, wanted: dict[str, Entry], *, prune: bool, dry_run: bool) -> list[Change]:
     async with connected(settings) as bus:
-        if not dry_run:
-            await ensure_provisioned(bus)
         stored = await read_entries(bus)
         changes = _diff(stored, wanted, prune=prune)
         if not dry_run:

@@ -4,8 +4,9 @@ import asyncio
 from collections.abc import Mapping
 from typing import Final
 
-from headrace.bus.connection import Refused, Stored, StoreResult
+from headrace.bus.connection import Bus, Refused, Stored, StoreResult
 from headrace.bus.jobqueue import JobQueue
+from headrace.bus.occupancy import last_sequence, num_messages
 from headrace.lifecycle import Backoff
 from headrace.schemas.jobs import Job
 from headrace.schemas.subjects import QueueName
@@ -25,7 +26,8 @@ class InFlight:
     it if anybody published to the queue in between. A message that ended in between only makes the count too high.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
         self._locks: dict[tuple[str, str], asyncio.Lock] = {}
 
     async def publish(
@@ -38,8 +40,8 @@ class InFlight:
         retries = Backoff(first_s=_RETRY_FIRST_S, max_s=_RETRY_MAX_S, for_s=_FOR_S)
         async with self._locks.setdefault(key, asyncio.Lock()):
             while True:
-                last = await jobs.last_of(queue.queue)
-                if await jobs.count_of(queue.queue) >= limit:
+                last = await last_sequence(self._bus, job.model, queue.queue)
+                if await num_messages(self._bus, job.model, queue.queue) >= limit:
                     return None
                 result = await jobs.publish(job, queue, headers, after=last)
                 if isinstance(result, Stored) or retries.is_over:

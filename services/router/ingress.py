@@ -14,9 +14,10 @@ from headrace.discipline.position import eta_s, position, retry_after_s, waiting
 from headrace.errors import BrokerError, NotProvisionedError
 from headrace.lifecycle import Backoff
 from headrace.router.admission import Wish, check_reply, read_wish
+from headrace.router.attempt import Try
 from headrace.router.deliveries import Deliveries
 from headrace.router.inflight import InFlight
-from headrace.router.limits import Permit, TenantLimits
+from headrace.router.limits import TenantLimits
 from headrace.router.models import Models
 from headrace.router.placement import Placed, Placement
 from headrace.schemas import events, subjects
@@ -56,7 +57,7 @@ class Ingress:
         self._models = models
         self._placement = Placement(bus, models, view)
         self._limits = limits
-        self._in_flight = InFlight()
+        self._in_flight = InFlight(bus)
         self._deliveries = deliveries
         self._view = view
 
@@ -69,19 +70,19 @@ class Ingress:
                 await refuse(self._bus, incoming, refusal)
 
     async def _handle_until_clear(self, incoming: IncomingRequest, span: Span) -> Refusal | None:
-        """Try through a broker's restart; always under one id, so a try whose outcome was unclear is not doubled."""
-        made_up = JobId(uuid.uuid4().hex)
+        """Try through a broker's restart; always under one id and in one place, so that no unclear try is doubled."""
+        attempt = Try(JobId(uuid.uuid4().hex))
         retries = Backoff(first_s=_RETRY_FIRST_S, max_s=_RETRY_MAX_S, for_s=self._settings.retry_for_s)
         while True:
             try:
-                return await self._handle(incoming, made_up, span)
+                return await self._handle(incoming, attempt, span)
             except BrokerError as error:
                 if retries.is_over:
                     log.warning("a request could not be taken in: %s", error)
                     return Refusal(code="internal", message="the broker did not answer; send the request again")
             await retries.pause()
 
-    async def _handle(self, incoming: IncomingRequest, made_up: JobId, span: Span) -> Refusal | None:
+    async def _handle(self, incoming: IncomingRequest, attempt: Try, span: Span) -> Refusal | None:
         if not incoming.reply and subjects.HDR_ID not in incoming.headers:
             log.info("a request without a reply inbox and without an id was dropped: nobody could read its answer")
             span.fail("invalid_value")
@@ -105,61 +106,49 @@ class Ingress:
         )
         if isinstance(wish, Refusal):
             return wish
-        named, job = wish.model, JobId(wish.job) if wish.job is not None else made_up
-        wish = await self._placement.route(wish, named, job)
-        if isinstance(wish, Refusal):
-            return wish
-        span.set({"gen_ai.request.model": wish.model})
+        named, job = wish.model, JobId(wish.job) if wish.job is not None else attempt.job
         digest = body_hash(wish.op, named, incoming.data)
-        may_be_known = wish.job is not None and subjects.HDR_NEW_ID not in incoming.headers
-        if may_be_known and await self._log.last_from_leader(wish.tenant, job) is not None:
-            return await self._attach(incoming, wish, job, digest, span)
-        placed = await self._placement.place(wish, job, incoming.data)
-        if isinstance(placed, Refusal):
-            return placed
-        permit = await self._limits.admit(wish.tenant, placed.need_tokens)
-        if isinstance(permit, Refusal):
-            return permit
-        refusal = await self._enqueue(incoming, placed, self._job(placed, job, digest, incoming), permit, span)
-        if refusal is not None and refusal.code == "queue_full" and wish.fallback is not None:
-            other = await self._other(placed, wish, job, incoming.data)
-            if isinstance(other, Placed):
-                again = self._job(other, job, digest, incoming)
-                if await self._enqueue(incoming, other, again, permit, span) is None:
-                    return None
-        if refusal is not None and refusal.code != "internal":
-            self._limits.give_back(permit)
+        if attempt.placed is None:
+            wish = await self._placement.route(wish, named, job)
+            if isinstance(wish, Refusal):
+                return wish
+            span.set({"gen_ai.request.model": wish.model})
+            may_be_known = wish.job is not None and subjects.HDR_NEW_ID not in incoming.headers
+            if may_be_known and await self._log.last_from_leader(wish.tenant, job) is not None:
+                return await self._attach(incoming, wish, job, digest, span)
+            placed = await self._placement.place(wish, job, incoming.data)
+            if isinstance(placed, Refusal):
+                return placed
+            permit = await self._limits.admit(wish.tenant, placed.need_tokens)
+            if isinstance(permit, Refusal):
+                return permit
+            attempt.asked, attempt.placed, attempt.permit = wish, placed, permit
+        refusal = await self._enqueue(incoming, attempt, attempt.placed, digest, span)
+        if refusal is not None and refusal.code == "queue_full":
+            other = await self._other(attempt, incoming.data)
+            if other is not None:
+                attempt.placed, attempt.asked = other, None
+                second = await self._enqueue(incoming, attempt, other, digest, span)
+                refusal = second if second is None or second.code == "internal" else refusal
+        if refusal is not None and not attempt.is_unclear:
+            self._limits.give_back(attempt.permit)
         return refusal
 
-    def _job(self, placed: Placed, job: JobId, digest: str, incoming: IncomingRequest) -> Job:
-        wish = placed.wish
-        hashes = prefix_hashes(conversation_texts(wish.request))
-        return Job(
-            tenant=wish.tenant,
-            job=job,
-            op=wish.op,
-            model=wish.model,
-            body=incoming.data,
-            body_hash=digest,
-            accepted_at=self._bus.clock.now(),
-            queue_timeout_s=wish.queue_timeout_s,
-            deadline_s=wish.deadline_s,
-            need_tokens=placed.need_tokens,
-            fallback=placed.fallback.model if placed.fallback is not None else None,
-            fallback_pool=placed.fallback.queue.pool if placed.fallback is not None else DEFAULT_POOL,
-            preferred=self._models.preferred(wish.model, wish.queue.pool, hashes, placed.need_tokens),
-        )
-
-    async def _other(self, full: Placed, wish: Wish, job: JobId, data: bytes) -> Placed | Refusal | None:
-        """Where a request with a fallback goes when the queue it was placed in is full."""
-        if full.is_fallback:
-            return await self._placement.own(wish, job, data)
-        return await self._placement.fallback(full, data)
+    async def _other(self, attempt: Try, data: bytes) -> Placed | None:
+        """Where else a request goes when the queue it was placed in is full: once, and if it has a fallback."""
+        full, asked = attempt.placed, attempt.asked
+        if full is None or asked is None or attempt.is_unclear:
+            return None
+        if not full.is_fallback:
+            return await self._placement.fallback(full, data)
+        own = await self._placement.own(asked, attempt.job if asked.job is None else asked.job, data)
+        return None if isinstance(own, Refusal) else own
 
     async def _enqueue(
-        self, incoming: IncomingRequest, placed: Placed, job: Job, permit: Permit | None, span: Span
+        self, incoming: IncomingRequest, attempt: Try, placed: Placed, digest: str, span: Span
     ) -> Refusal | None:
-        wish, queue = placed.wish, self._models.queue(job.model)
+        wish, job = placed.wish, self._job(placed, attempt, digest, incoming.data)
+        queue = self._models.queue(job.model)
         span.set(
             {
                 "gen_ai.request.model": job.model,
@@ -171,34 +160,33 @@ class Ingress:
         trace_headers: dict[str, str] = {}
         telemetry.inject(trace_headers, span.context)
         retries = Backoff(first_s=_RETRY_FIRST_S, max_s=_RETRY_MAX_S, for_s=self._settings.retry_for_s)
-        is_unclear = False
         while True:
-            result = await self._publish(wish, job, trace_headers, is_unclear=is_unclear)
+            result = await self._publish(wish, job, trace_headers, attempt)
             if result is None:
-                return await self._at_limit(incoming, wish, job, permit, span)
+                return await self._at_limit(incoming, wish, job, attempt, span)
             if isinstance(result, Stored):
                 break
             if isinstance(result, Refused):
                 if not result.is_full:
                     log.error("the job queue of %s refuses messages: %s", job.model, result.description)
                     return Refusal(code="internal", message="the job queue refused the request")
-                return await self._full(incoming, wish, job, permit, is_unclear=is_unclear, span=span)
+                return await self._full(incoming, wish, job, attempt, span)
             if result.is_unserved and not await queue.exists():
                 self._models.forget(job.model)
                 return Refusal(code="model_not_found", message="the model is not known here", param="model")
-            is_unclear = True
+            attempt.is_unclear = True
             if retries.is_over:
                 return Refusal(
                     code="internal",
                     message=f"the broker gave no clear answer; job {job.job} may run: send it again under the same id",
                 )
             await retries.pause()
-        if not result.is_duplicate:
-            self._models.note_published(job.model, wish.queue)
-            if job.preferred is not None:
-                await queue.wake_worker(job.preferred, wish.queue)
-        else:
-            return await self._duplicate(incoming, wish, job, result, permit, span)
+        if result.is_duplicate:
+            return await self._duplicate(incoming, wish, job, result, attempt, span)
+        attempt.is_unclear = True  # should the broker fail us from here on, the next try finds this message
+        self._models.note_published(job.model, wish.queue)
+        if job.preferred is not None:
+            await queue.wake_worker(job.preferred, wish.queue)
         if self._models.is_room_left(job.model, wish.queue.pool, job.need_tokens):
             body = AcceptedBody(job=job.job, sequence=result.sequence, position=0, eta_s=0.0, model=job.model)
         else:
@@ -209,14 +197,14 @@ class Ingress:
         await self._deliver(incoming, job.tenant, job.job, secured)
         return None
 
-    async def _publish(self, wish: Wish, job: Job, headers: dict[str, str], *, is_unclear: bool) -> StoreResult | None:
+    async def _publish(self, wish: Wish, job: Job, headers: dict[str, str], attempt: Try) -> StoreResult | None:
         """None where the tenant has as many requests in flight as it may have.
 
         A try whose outcome was unclear may itself be what is counted, so the next one does not count.
         """
         queue = self._models.queue(job.model)
         limit = self._view.config.tenant(job.tenant).max_in_flight
-        if limit is None or is_unclear:
+        if limit is None or attempt.is_unclear:
             return await queue.publish(job, wish.queue, headers)
         try:
             return await self._in_flight.publish(queue, job, wish.queue, headers, limit=limit)
@@ -224,7 +212,7 @@ class Ingress:
             return Unknown(str(error), is_unserved=True)
 
     async def _duplicate(
-        self, incoming: IncomingRequest, wish: Wish, job: Job, result: Stored, permit: Permit | None, span: Span
+        self, incoming: IncomingRequest, wish: Wish, job: Job, result: Stored, attempt: Try, span: Span
     ) -> Refusal | None:
         headers = await self._models.queue(job.model).headers_of(result.sequence)
         if headers is not None:
@@ -232,13 +220,13 @@ class Ingress:
                 return _other_body()
             body = await self._accepted_body(wish, job.job, result.sequence)
             await self._append_accepted(job, body)  # repairs a router that died between publishing and this
-        return await self._attach(incoming, wish, job.job, job.body_hash, span, permit)
+        return await self._attach(incoming, wish, job.job, job.body_hash, span, attempt)
 
     async def _at_limit(
-        self, incoming: IncomingRequest, wish: Wish, job: Job, permit: Permit | None, span: Span
+        self, incoming: IncomingRequest, wish: Wish, job: Job, attempt: Try, span: Span
     ) -> Refusal | None:
         if wish.job is not None and await self._log.last_from_leader(job.tenant, job.job) is not None:
-            return await self._attach(incoming, wish, job.job, job.body_hash, span, permit)
+            return await self._attach(incoming, wish, job.job, job.body_hash, span, attempt)
         limit = self._view.config.tenant(job.tenant).max_in_flight
         return Refusal(
             code="rate_limited",
@@ -246,12 +234,10 @@ class Ingress:
             retry_after_s=retry_after_s(eta_s(0, self._models.workers_of(job.model, wish.queue.pool))),
         )
 
-    async def _full(
-        self, incoming: IncomingRequest, wish: Wish, job: Job, permit: Permit | None, *, is_unclear: bool, span: Span
-    ) -> Refusal | None:
+    async def _full(self, incoming: IncomingRequest, wish: Wish, job: Job, attempt: Try, span: Span) -> Refusal | None:
         if await self._log.last_from_leader(job.tenant, job.job) is not None:
-            return await self._attach(incoming, wish, job.job, job.body_hash, span, permit)
-        if is_unclear:
+            return await self._attach(incoming, wish, job.job, job.body_hash, span, attempt)
+        if attempt.is_unclear:
             return Refusal(
                 code="internal",
                 message=f"the broker gave no clear answer; job {job.job} may run: send it again under the same id",
@@ -271,18 +257,38 @@ class Ingress:
         job: str,
         digest: str,
         span: Span,
-        permit: Permit | None = None,
+        attempt: Try | None = None,
     ) -> Refusal | None:
         state = await self._log.state(wish.tenant, job)
         if state.body_hash and state.body_hash != digest:
             return _other_body()
-        self._limits.give_back(permit)
+        if attempt is not None and not attempt.is_unclear:  # sent again: nothing new is taken in
+            self._limits.give_back(attempt.permit)
         span.set({**job_attributes(job=job, tenant=wish.tenant), "headrace.attached": True})
         body = await self._accepted_body(wish, job, state.queue_sequence, state)
         secured = await self._secure(incoming, wish.tenant, job)
         await self._answer(incoming, body, is_attached=True)
         await self._deliver(incoming, wish.tenant, job, secured)
         return None
+
+    def _job(self, placed: Placed, attempt: Try, digest: str, data: bytes) -> Job:
+        wish, fallback = placed.wish, placed.fallback
+        hashes = prefix_hashes(conversation_texts(wish.request))
+        return Job(
+            tenant=wish.tenant,
+            job=JobId(wish.job) if wish.job is not None else attempt.job,
+            op=wish.op,
+            model=wish.model,
+            body=data,
+            body_hash=digest,
+            accepted_at=self._bus.clock.now(),
+            queue_timeout_s=wish.queue_timeout_s,
+            deadline_s=wish.deadline_s,
+            need_tokens=placed.need_tokens,
+            fallback=fallback.model if fallback is not None else None,
+            fallback_pool=fallback.queue.pool if fallback is not None else DEFAULT_POOL,
+            preferred=self._models.preferred(wish.model, wish.queue.pool, hashes, placed.need_tokens),
+        )
 
     async def _accepted_body(
         self, wish: Wish, job: str, sequence: int | None, state: JobState | None = None

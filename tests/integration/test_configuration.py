@@ -184,6 +184,13 @@ async def test_the_command_applies_a_file_and_gives_it_back(bus: Bus, tmp_path: 
     assert (await run(bus, "config", "apply", str(file))).exit_code == 0
 
 
+async def test_a_deployment_that_is_not_provisioned_is_named_so(broker_url: str, prefix: str) -> None:
+    words = ["--nats-url", broker_url, "--prefix", prefix, "config", "get"]
+    result = await asyncio.to_thread(CliRunner().invoke, command, words)
+    assert result.exit_code == 1
+    assert "run `headrace provision`" in result.output
+
+
 async def test_a_bad_file_changes_nothing_and_says_where(bus: Bus, tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text("[tenants.a]\n[tenants.b]\nmax_in_flight = 0\n")

@@ -10,6 +10,7 @@ import pytest
 from headrace.bus.configuration import ConfigView
 from headrace.bus.connection import Bus, Stored, connect
 from headrace.bus.jobqueue import JobQueue
+from headrace.bus.occupancy import last_sequence, num_messages
 from headrace.bus.usage import UsageBucket
 from headrace.router.inflight import InFlight
 from headrace.router.limits import Permit, TenantLimits
@@ -113,7 +114,7 @@ async def test_no_request_of_an_unlimited_tenant_asks_the_broker(bus: Bus) -> No
 async def test_requests_in_flight_are_exact_under_concurrent_publishes_of_two_routers(bus: Bus) -> None:
     async with connect(bus.url, bus.settings, name="router") as other:
         queues = [JobQueue(bus, "m"), JobQueue(other, "m")]
-        flights = [InFlight(), InFlight()]
+        flights = [InFlight(bus), InFlight(other)]
 
         async def publish(number: int) -> bool:
             job = Job(
@@ -136,5 +137,5 @@ async def test_requests_in_flight_are_exact_under_concurrent_publishes_of_two_ro
 
         results = await asyncio.gather(*(publish(number) for number in range(40)))
         assert sum(results) == 7
-        assert await queues[0].count_of("a") == 7
-        assert await queues[0].count_of("b") == await queues[0].last_of("b") == 0
+        assert await num_messages(bus, "m", "a") == 7
+        assert await num_messages(bus, "m", "b") == await last_sequence(bus, "m", "b") == 0
