@@ -1,5 +1,7 @@
 """Our policy: requests wait in one place, workers pull what fits, and the router's hint says who has the prefix."""
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 
 from headrace.discipline.affinity import preferred
@@ -34,7 +36,11 @@ class Pull:
         }
         self._beats = {name: worker.view() for name, worker in self._workers.items()}
         self._num_open = 0
-        self._num_ticking = 0
+        self._resting: list[Callable[[], None]] = []
+        for number, name in enumerate(self._workers):
+            phase = number / len(self._workers)
+            self._tick(phase, self._options.heartbeat_s, functools.partial(self._beat, name))
+            self._tick(phase, self._options.resync_s, functools.partial(self._resync, name))
 
     def arrive(self, request: Request) -> None:
         """It is queued, and the wakes go out."""
@@ -43,8 +49,8 @@ class Pull:
         request.named = preferred(request.hashes, list(self._beats.values()), request.need_tokens)
         self._queues.put(request)
         self._clock.after(self._options.dispatch_s / 2, lambda: self._wake(request.named))
-        if not self._num_ticking:
-            self._start_ticking()
+        while self._resting:
+            self._resting.pop()()
 
     def read(self, engine: Engine, request: Request) -> None:
         """Its worker may look for the next one."""
@@ -73,23 +79,23 @@ class Pull:
     def _others(self, name: str) -> Sequence[WorkerView]:
         return [view for view in self._beats.values() if view.worker != name]
 
-    def _start_ticking(self) -> None:
-        """Beats and resyncs, each worker at its own phase, until there is nothing to do."""
-        for number, name in enumerate(self._workers):
-            phase = number / len(self._workers)
-            self._tick(name, phase * self._options.heartbeat_s, self._options.heartbeat_s, self._beat)
-            self._tick(name, phase * self._options.resync_s, self._options.resync_s, self._resync)
+    def _tick(self, phase: float, period_s: float, action: Callable[[], None]) -> None:
+        """Do it once a period, at its own phase, while anything is unfinished."""
+        number = -1
 
-    def _tick(self, name: str, delay_s: float, period_s: float, action: Callable[[str], None]) -> None:
-        self._num_ticking += 1
+        def again() -> None:
+            nonlocal number
+            number = max(number + 1, math.ceil(self._clock.now_s / period_s - phase))
+            self._clock.at((number + phase) * period_s, tick)
 
         def tick() -> None:
-            self._num_ticking -= 1
-            action(name)
+            action()
             if self._num_open:
-                self._tick(name, period_s, period_s, action)
+                again()
+            else:
+                self._resting.append(again)
 
-        self._clock.after(delay_s, tick)
+        self._resting.append(again)
 
     def _beat(self, name: str) -> None:
         self._beats[name] = self._workers[name].view()

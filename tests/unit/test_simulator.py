@@ -12,6 +12,7 @@ from headrace.simulator.ahead import Ahead, Candidate, choose, ripe_in_s
 from headrace.simulator.charts import Chart, Line, svg
 from headrace.simulator.fairness import fair_shares, jain_index
 from headrace.simulator.prefixhints import hashes_of, landmarks
+from headrace.simulator.queues import Queues
 from headrace.simulator.report import spread
 from headrace.simulator.requests import Request
 from headrace.simulator.traces import Arrival
@@ -39,6 +40,24 @@ def test_the_warmest_is_taken_and_what_is_warm_elsewhere_left_for_a_while() -> N
     assert chosen(("x", 0.2, True), ("y", 0.1, True), prefixes="q") is None
     assert chosen() is None
     assert ripe_in_s(ahead, [Candidate(hashes=(), waited_s=waited_s) for waited_s in (0.2, 0.1)]) == pytest.approx(0.05)
+
+
+def test_what_is_handed_back_stands_at_the_head_again() -> None:
+    queues = Queues({"x": 2.0})
+    requests = [
+        Request(index, Arrival(time_s=index, prompt_tokens=9, output_tokens=1, tenant="x"), 16) for index in range(3)
+    ]
+    for request in requests:
+        queues.put(request)
+    name = requests[0].queue
+    taken = queues.fetch(name)
+    assert taken is requests[0]
+    queues.put(taken, at_head=True)
+    assert queues.heads(name, 2) == requests[:2]
+    assert queues.fetch(name, 3) is None
+    (view,) = queues.views(now_s=5.0)
+    assert (view.num_waiting, view.oldest_wait_s, view.weight) == (queues.num_waiting, 5.0, 2.0) == (3, 5.0, 2.0)
+    assert queues.fetch(name, 1) is requests[1]
 
 
 def test_hashes_are_equal_as_far_as_the_prefix_goes() -> None:
