@@ -8,13 +8,22 @@ from typing import Final
 
 from headrace.discipline.placement import WorkerView
 
-__all__ = ["BLOCK_CHARS", "MAX_BLOCKS", "MAX_LOAD_GAP", "RecentPrefixes", "num_matching", "preferred", "prefix_hashes"]
+__all__ = [
+    "BLOCK_CHARS",
+    "MAX_BLOCKS",
+    "MAX_LOAD_GAP",
+    "RecentPrefixes",
+    "landmarks",
+    "num_matching",
+    "preferred",
+    "prefix_hashes",
+]
 
 BLOCK_CHARS: Final = 1024
 MAX_BLOCKS: Final = 16
 MAX_LOAD_GAP: Final = 0.5
 """How much fuller than the least loaded worker, as a ratio of slots or memory, a preferred one may be."""
-_MAX_RECENT: Final = 64
+_MAX_RECENT: Final = 256
 _HASH_BYTES: Final = 8
 _END = "\x00\x00"
 _ESCAPED = "\x00\x01"
@@ -57,6 +66,15 @@ def preferred(hashes: Sequence[str], workers: Sequence[WorkerView], need_tokens:
         and (number := num_matching(hashes, each.prefixes))
     ]
     return min(matches)[2] if matches else None
+
+
+def landmarks(hashes: Sequence[str]) -> list[str]:
+    """The hashes at depths 1, 2, 4, 8 and 16: what a worker remembers of a request it served.
+
+    A chain's hash stands for all blocks before it, so these find a match to within half its depth, and a bounded list
+    remembers three times as many conversations as with all 16.
+    """
+    return [each for depth, each in enumerate(hashes, start=1) if depth & (depth - 1) == 0]
 
 
 class RecentPrefixes:

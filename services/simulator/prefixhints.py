@@ -1,12 +1,11 @@
-"""What routers and workers know of prefixes by hashes: those of a request, and those worth remembering."""
+"""What routers and workers know of prefixes: the hashes of a request."""
 
-from collections.abc import Sequence
 from typing import Final
 
 from headrace.discipline.affinity import BLOCK_CHARS, MAX_BLOCKS
 from headrace.simulator.traces import Arrival
 
-__all__ = ["TOKENS_PER_BLOCK", "hashes_of", "landmarks"]
+__all__ = ["TOKENS_PER_BLOCK", "hashes_of"]
 
 TOKENS_PER_BLOCK: Final = BLOCK_CHARS // 4
 """A token of English text has about four characters."""
@@ -19,12 +18,3 @@ def hashes_of(index: int, arrival: Arrival) -> tuple[str, ...]:
     return tuple(
         f"{arrival.prefix}/{block}" if block < num_shared else f"#{index}/{block}" for block in range(num_blocks)
     )
-
-
-def landmarks(hashes: Sequence[str]) -> list[str]:
-    """The hashes at depths 1, 2, 4, 8 and 16: what a worker notes of a request.
-
-    A chain's hash stands for all blocks before it, so these find a match to within half its depth, and a bounded list
-    remembers three times as many conversations as with all 16.
-    """
-    return [each for depth, each in enumerate(hashes, start=1) if depth & (depth - 1) == 0]

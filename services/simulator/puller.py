@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from headrace.discipline.affinity import RecentPrefixes, num_matching
+from headrace.discipline.affinity import RecentPrefixes, landmarks, num_matching
 from headrace.discipline.choice import charge, order
 from headrace.discipline.placement import Placement, WorkerView, place
 from headrace.discipline.room import Room, Waiter, fetchable_tokens, startable
@@ -12,7 +12,7 @@ from headrace.schemas.subjects import LANES, QueueName
 from headrace.simulator.ahead import Ahead, Candidate, choose, ripe_in_s
 from headrace.simulator.engine import Engine
 from headrace.simulator.policy import Ground
-from headrace.simulator.prefixhints import TOKENS_PER_BLOCK, landmarks
+from headrace.simulator.prefixhints import TOKENS_PER_BLOCK
 from headrace.simulator.queues import Queues
 from headrace.simulator.requests import Request
 

@@ -15,7 +15,7 @@ from headrace.bus.handover import publish_to_fallback
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import Delivery, JobQueue
-from headrace.discipline.affinity import RecentPrefixes, prefix_hashes
+from headrace.discipline.affinity import RecentPrefixes, landmarks, prefix_hashes
 from headrace.discipline.placement import Placement, place
 from headrace.errors import BrokerError
 from headrace.schemas import events
@@ -37,6 +37,7 @@ from headrace.worker.gate import Gate
 from headrace.worker.held import Held, HeldSet
 from headrace.worker.neighbours import Neighbours
 from headrace.worker.planning import NotNow, Plan, Planner
+from headrace.worker.puller import is_fresh
 from headrace.worker.settling import Settler
 
 __all__ = ["Handler"]
@@ -72,8 +73,8 @@ class Handler:
     """Takes fetched messages to their end. One per worker.
 
     `identity` gives this registration as an owner for a queue sequence; `beat_settled` waits for beats older than a
-    number; `room_changed` is called when memory or a slot is freed, `passed_on` with the queue and the estimated need
-    of a job that went to another worker. Nothing it does with one message can hurt another.
+    number; `room_changed` is called when memory or a slot is freed, `refund` with a queue and tokens that it was
+    charged for and did not use here. Nothing it does with one message can hurt another.
     `seconds_per_job` is a moving average over the jobs it ran to their end.
     """
 
@@ -91,7 +92,7 @@ class Handler:
         identity: Callable[[int], Owner],
         beat_settled: Callable[[int], Awaitable[None]],
         room_changed: Callable[[], None],
-        passed_on: Callable[[QueueName, int], None],
+        refund: Callable[[QueueName, int], None],
         job_ended: Callable[[str, str], None],
     ) -> None:
         self._bus = bus
@@ -108,7 +109,7 @@ class Handler:
         self._identity = identity
         self._beat_settled = beat_settled
         self._room_changed = room_changed
-        self._passed_on = passed_on
+        self._refund = refund
         self._planner = Planner(engine, default_max_tokens=bus.settings.default_max_tokens)
         self._settler = Settler(bus, queue=queue, held=held, identity=identity, job_ended=job_ended)
         self._reading = asyncio.Semaphore(_MAX_READS)
@@ -174,6 +175,10 @@ class Handler:
 
     async def _process(self, held: Held, job: Job, span: Span) -> None:
         """Follow W1 until a row is the last; each pass begins with a fresh read of the log."""
+        if self._is_for_another(held, job):
+            self._refund(held.delivery.queue, job.need_tokens)
+            await self._hand_back(held, job, to=job.preferred)
+            return
         plan: Plan | None = None
         num_refused = 0
         while num_refused < _MAX_REFUSED and not held.is_void:
@@ -208,6 +213,11 @@ class Handler:
                 return
             num_refused += 1
         log.info("job %s: others keep writing to its log; dropping the message", job.job)
+
+    def _is_for_another(self, held: Held, job: Job) -> bool:
+        """Whether a worker that has its beginning in its cache was just woken for it; it is left to that one, once."""
+        is_named = job.preferred not in (None, self._identity(0).worker)
+        return is_named and held.delivery.num_delivered == 1 and is_fresh(held.delivery, now=self._bus.clock.now())
 
     async def _without_running(self, held: Held, job: Job, state: JobState, decision: Decision, span: Span) -> bool:
         """Follow a row that does not run the job; False means back to the top."""
@@ -319,14 +329,14 @@ class Handler:
                     held_s=time.monotonic() - held.since,
                 )
                 if where is Placement.NEVER and not self._is_own(held):  # its own pool's workers may come yet
-                    self._passed_on(held.delivery.queue, job.need_tokens)
+                    self._refund(held.delivery.queue, job.need_tokens)
                     await self._hand_back(held, job, _LENT_RETRY_S)
                     return _Entry.GONE
                 if where is Placement.NEVER:
                     is_ended = await self._settler.end(held, job, state, self._too_large(plan), span)
                     return _Entry.GONE if is_ended else _Entry.AGAIN
                 if where is Placement.HAND_BACK:
-                    self._passed_on(held.delivery.queue, job.need_tokens)
+                    self._refund(held.delivery.queue, job.need_tokens)
                     await self._hand_back(held, job, to=other)
                     return _Entry.GONE
             is_in = await self._gate.let_in(held, timeout_s=_LOOK_AROUND_S)
@@ -376,7 +386,7 @@ class Handler:
             attributes=self._attributes(held.delivery, job),
             start_time_ns=int(self._bus.clock.to_local(job.accepted_at) * 1e9),
         ).end()
-        await self._run(held, job, plan, claimed, read, span)
+        await self._run(held, job, plan, claimed, [*read, started], span)
         return True
 
     async def _run(self, held: Held, job: Job, plan: Plan, state: JobState, read: list[Event], span: Span) -> None:
@@ -406,7 +416,7 @@ class Handler:
             clock=self._bus.clock,
             span=span,
         )
-        self._served.note(prefix_hashes(conversation_texts(plan.request)))
+        self._served.note(landmarks(prefix_hashes(conversation_texts(plan.request))))
         self._room_changed()
         began = time.monotonic()
         try:
@@ -417,6 +427,8 @@ class Handler:
             outcome = Outcome(kind=ResultKind.FORGET)
         elif outcome.kind is ResultKind.SETTLED:
             self._note_service_time(time.monotonic() - began)
+            num_used = plan.num_prompt_tokens + outcome.num_tokens
+            self._refund(held.delivery.queue, max(0, job.need_tokens - num_used))
         await self._after_run(held, job, state, outcome, span)
 
     async def _after_run(self, held: Held, job: Job, state: JobState, outcome: Outcome, span: Span) -> None:
@@ -446,10 +458,10 @@ class Handler:
     async def _history(self, job: Job, state: JobState, read: list[Event]) -> tuple[Event, ...] | None:
         """All events up to our own `started`, whole; None where the log has a hole that stays.
 
-        `read` is what was read before the claim; as a rule the last event is all that has come since.
+        `read` is what was read before the claim, and the claim. The broker took that only because what was read before
+        it ends with the job's last event, so one read is enough, unless it came with a hole (ADR 15).
         """
-        last = await self._log.last(job.tenant, job.job)
-        history = [*read, last] if last is not None and last.sequence > (read[-1].sequence if read else 0) else read
+        history = read
         for number in range(_HOLE_READS + 1):
             if fold(history).is_whole and any(event.sequence == state.sequence for event in history):
                 return tuple(history)

@@ -17,7 +17,7 @@ from headrace.schemas.config import Config
 from headrace.schemas.jobs import decode_need
 from headrace.schemas.subjects import HDR_PASSED, HDR_PREFERRED, LANES, WORKER_GROUP, QueueName
 
-__all__ = ["Puller"]
+__all__ = ["Puller", "is_fresh"]
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +30,16 @@ _MAX_BATCH: Final = 16
 """Messages fetched at once. Anybody can publish wakes, so what they say is bounded."""
 _AFTER_PREFERRED_S: Final = 0.002
 """Head start of the worker that has a job's beginning in its cache."""
+_FRESH_S: Final = 0.01
 _HEAD_FOR_S: Final = 1.0
 """How long what is known of a queue's head may be true."""
 _MAX_HEADS: Final = 8
 """Heads looked at in one round."""
+
+
+def is_fresh(delivery: Delivery, *, now: float) -> bool:
+    """Whether the job was published so short a time ago that the worker its hint names is about to fetch it."""
+    return delivery.job is not None and now - delivery.job.accepted_at <= _FRESH_S
 
 
 class Puller:
@@ -77,6 +83,7 @@ class Puller:
         self._look = asyncio.Event()
         self._membership: Subscription | None = None
         self._is_stopped = False
+        self._is_behind = False
 
     def look(self) -> None:
         """Look for work now: room was made, or the connection came back."""
@@ -95,7 +102,9 @@ class Puller:
             await self._queue.wake(queue, {HDR_PASSED: "1"})
 
     def refund(self, queue: QueueName, tokens: int) -> None:
-        """A job fetched from the queue went to another worker: it costs the queue nothing here."""
+        """Of a job fetched from the queue these went unused: it ended early, or went to another worker."""
+        if tokens <= 0:
+            return
         views = list(self._views(queue.pool))
         choice.charge(views, self._shares_of(queue.pool), queue, -tokens, ageing_s=self._ageing_s)
 
@@ -140,6 +149,8 @@ class Puller:
             known = {queue: 0 for queue in self._waiting if queue.pool in pools}
             self._waiting = known | {queue: number for queue, number in counts.items() if queue.pool in pools}
             await self._look_at_heads()
+        if not any(self._woken.values()) and not self._is_behind and any(self._waiting.values()):
+            await asyncio.sleep(_AFTER_PREFERRED_S)  # what was published a moment ago may be about to be fetched
         num_tries = _TRIES_AFTER_WAKE if not resync else 1
         batch = 1
         while self._has_room():
@@ -164,6 +175,7 @@ class Puller:
             deliveries = await self._fetch_from(pool, num_tries, batch)
             if deliveries:
                 return deliveries
+        self._is_behind = False
         return []
 
     async def _fetch_from(self, pool: str, num_tries: int, batch: int) -> list[Delivery]:
@@ -181,6 +193,7 @@ class Puller:
                 for delivery in deliveries:
                     need_tokens = delivery.job.need_tokens if delivery.job is not None else 0
                     choice.charge(views, shares, delivery.queue, need_tokens, ageing_s=self._ageing_s)
+                self._is_behind = not is_fresh(deliveries[-1], now=self._bus.clock.now())
                 self._waiting[queue] = max(0, self._waiting.get(queue, 0) - len(deliveries))
                 self._woken[queue] = max(0, self._woken.get(queue, 0) - len(deliveries))
                 self._heads.pop(queue, None)

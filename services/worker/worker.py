@@ -121,7 +121,7 @@ class Worker:
             identity=self._identity,
             beat_settled=self._heart.settled,
             room_changed=self._room_changed,
-            passed_on=self._passed_on,
+            refund=self._refund,
             job_ended=self._job_ended,
         )
         self._puller = Puller(
@@ -287,8 +287,8 @@ class Worker:
             await self._queue.nak(delivery)
             await self._queue.wake(delivery.queue, delivery.headers)
 
-    def _passed_on(self, queue: QueueName, need_tokens: int) -> None:
-        self._puller.refund(queue, need_tokens)
+    def _refund(self, queue: QueueName, tokens: int) -> None:
+        self._puller.refund(queue, tokens)
 
     def _room_changed(self) -> None:
         if self._is_up():

@@ -8,10 +8,11 @@ import pytest
 from click.testing import CliRunner
 
 from headrace.bench.simulate import simulate_command
+from headrace.discipline.affinity import landmarks
 from headrace.simulator.ahead import Ahead, Candidate, choose, ripe_in_s
 from headrace.simulator.charts import Chart, Line, svg
 from headrace.simulator.fairness import fair_shares, jain_index
-from headrace.simulator.prefixhints import hashes_of, landmarks
+from headrace.simulator.prefixhints import hashes_of
 from headrace.simulator.queues import Queues
 from headrace.simulator.report import spread
 from headrace.simulator.requests import Request
