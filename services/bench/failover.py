@@ -12,6 +12,8 @@ from rich.text import Text
 from headrace.bench.figures import Distribution, distribution, in_ms
 from headrace.bench.ground import MODEL, Ground, Machine, ground, machine
 from headrace.bench.tables import distributions
+from headrace.bus.clock import parse_time
+from headrace.bus.timeline import timeline
 from headrace.cli.progress import Progress
 from headrace.cli.takeover import Watched
 from headrace.errors import HeadraceError
@@ -43,15 +45,19 @@ KINDS: Final = {
 class FailoverKind(msgspec.Struct, frozen=True, kw_only=True):
     """What was found for one kind. All times are milliseconds; the samples are in the order they were taken in.
 
-    `num_streams` were open, `num_moved` of them on lost workers; all of them ended whole.
+    `num_streams` were open, `num_moved` of them on lost workers; all of them ended whole. `to_claimed` is when the
+    broker stored the `started` of the other worker, by its clock, which is this machine's; `to_started` when the client
+    had it.
     """
 
     kind: str
     num_kills: int
     num_streams: int
     num_moved: int
+    to_claimed: Distribution | None
     to_started: Distribution | None
     token_gap: Distribution | None
+    to_claimed_ms: list[float]
     to_started_ms: list[float]
     token_gap_ms: list[float]
 
@@ -79,6 +85,7 @@ async def _measure_kind(
     settings: Settings, progress: Progress, name: str, *, num_kills: int, num_streams: int
 ) -> FailoverKind:
     kind = KINDS[name]
+    to_claimed: list[float] = []
     to_started: list[float] = []
     gaps: list[float] = []
     num_moved = 0
@@ -93,9 +100,10 @@ async def _measure_kind(
         for number in range(1, num_kills + 1):
             progress.say(f"{kind.title}: {number} of {num_kills}")
             await field.workers_ready(_NUM_WORKERS)
-            streams, lost_at = await _lose_one(field, kind, num_streams)
+            streams, lost_at, lost_unix = await _lose_one(field, kind, num_streams)
             for stream in streams:
-                if len(stream.starts) > 1:
+                if len(stream.starts) > 1 and stream.done is not None:
+                    to_claimed += await _claimed_after(field, stream.done.job, lost_unix)
                     takeover = stream.starts[1]
                     num_moved += 1
                     to_started.append(takeover.at - lost_at)
@@ -105,15 +113,27 @@ async def _measure_kind(
         num_kills=num_kills,
         num_streams=num_kills * num_streams,
         num_moved=num_moved,
+        to_claimed=distribution(in_ms(to_claimed)),
         to_started=distribution(in_ms(to_started)),
         token_gap=distribution(in_ms(gaps)),
+        to_claimed_ms=in_ms(to_claimed),
         to_started_ms=in_ms(to_started),
         token_gap_ms=in_ms(gaps),
     )
 
 
-async def _lose_one(field: Ground, kind: Kind, num_streams: int) -> tuple[list[Watched], float]:
-    """Open the streams, lose the worker of the first in mid-stream, read all to their end; when it was lost."""
+async def _claimed_after(field: Ground, job: str, lost_unix: float) -> list[float]:
+    """Seconds from the loss to the claim that followed it; none where the log does not have it any more."""
+    timed = await timeline(field.client.bus, field.client.tenant, job)
+    stored = [parse_time(each.time) for each in timed if each.event.kind == "started"]
+    return [at - lost_unix for at in stored if at is not None and at > lost_unix][:1]
+
+
+async def _lose_one(field: Ground, kind: Kind, num_streams: int) -> tuple[list[Watched], float, float]:
+    """Open the streams, lose the worker of the first in mid-stream, read all to their end.
+
+    When it was lost comes by both clocks.
+    """
     streams = [Watched(threshold=_KILL_AFTER) for _ in range(num_streams)]
     async with asyncio.TaskGroup() as group:
         for number, watched in enumerate(streams):
@@ -121,7 +141,7 @@ async def _lose_one(field: Ground, kind: Kind, num_streams: int) -> tuple[list[W
         for watched in streams:
             await watched.reached.wait()
         victim = await field.stack.child_of(streams[0].starts[-1].worker)
-        lost_at = time.monotonic()
+        lost_at, lost_unix = time.monotonic(), time.time()
         victim.send_signal(kind.signal)
     if kind.signal is signal.SIGKILL:
         victim.kill()
@@ -131,7 +151,7 @@ async def _lose_one(field: Ground, kind: Kind, num_streams: int) -> tuple[list[W
     for watched in streams:
         if watched.done is None or watched.num_tokens != _NUM_TOKENS:
             raise HeadraceError(f"a stream ended with {watched.num_tokens} of {_NUM_TOKENS} tokens")
-    return streams, lost_at
+    return streams, lost_at, lost_unix
 
 
 async def _read(field: Ground, watched: Watched, number: int) -> None:
@@ -145,7 +165,8 @@ def shown_failover(result: FailoverResult) -> list[RenderableType]:
     rows: list[tuple[str, Distribution | None]] = []
     for kind in result.kinds:
         title = KINDS[kind.kind].title
-        rows += [(f"{title}: to `started`", kind.to_started), (f"{title}: token gap", kind.token_gap)]
+        rows += [(f"{title}: to `started` in the log", kind.to_claimed)]
+        rows += [(f"{title}: to `started` at the client", kind.to_started), (f"{title}: token gap", kind.token_gap)]
     moved = sum(kind.num_moved for kind in result.kinds)
     total = sum(kind.num_streams for kind in result.kinds)
     each_ms = 1000 / result.tokens_per_second

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 _TOMBSTONE_TTL_S: Final = 600.0
 _MAX_APPENDS: Final = 4
+_AT_A_TIME: Final = 10
 _MAX_REMEMBERED: Final = 100_000
 
 
@@ -62,15 +63,20 @@ class Evictor:
         return True
 
     async def hand_over(self, beat: Heartbeat) -> None:
-        """Give everything a registration held that is gone back to its queues."""
-        states = await asyncio.gather(*(self._requeue(held, beat) for held in beat.held))
-        to_nak: dict[QueueName, list[HeldRequest]] = defaultdict(list)
-        for held, is_ours in zip(beat.held, states, strict=True):
-            queue = QueueName.from_consumer(held.consumer)
-            if is_ours and queue is not None:
-                to_nak[queue].append(held)
-        for queue, requests in to_nak.items():
-            await self.hand_back(beat.model, queue, [held.sequence for held in requests], holder=beat.epoch)
+        """Give everything a registration held that is gone back to its queues.
+
+        Some at a time, so that other workers take the first over while the last are still written about.
+        """
+        for first in range(0, len(beat.held), _AT_A_TIME):
+            some = beat.held[first : first + _AT_A_TIME]
+            states = await asyncio.gather(*(self._requeue(held, beat) for held in some))
+            to_nak: dict[QueueName, list[HeldRequest]] = defaultdict(list)
+            for held, is_ours in zip(some, states, strict=True):
+                queue = QueueName.from_consumer(held.consumer)
+                if is_ours and queue is not None:
+                    to_nak[queue].append(held)
+            for queue, requests in to_nak.items():
+                await self.hand_back(beat.model, queue, [held.sequence for held in requests], holder=beat.epoch)
 
     async def hand_back(self, model: str, queue: QueueName, sequences: Iterable[int], *, holder: str) -> None:
         """NAK messages on behalf of a holder, once for each holder within the ack wait, and wake workers for them."""
