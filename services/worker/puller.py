@@ -79,6 +79,7 @@ class Puller:
         self._waiting: dict[QueueName, int] = {}
         self._woken: dict[QueueName, int] = {}
         self._heads: dict[QueueName, tuple[float, float | None]] = {}
+        self._looked_at: dict[QueueName, float] = {}
         self._synced_at = -math.inf
         self._look = asyncio.Event()
         self._membership: Subscription | None = None
@@ -146,15 +147,17 @@ class Puller:
             counts = await self._queue.counts()
             self._synced_at = time.monotonic()
             pools = self._pools()
-            known = {queue: 0 for queue in self._waiting if queue.pool in pools}
-            self._waiting = known | {queue: number for queue, number in counts.items() if queue.pool in pools}
+            self._waiting = {  # wakes may have come since the broker counted
+                queue: max(counts.get(queue, 0), self._woken.get(queue, 0))
+                for queue in self._waiting | counts
+                if queue.pool in pools
+            }
             await self._look_at_heads()
         if not any(self._woken.values()) and not self._is_behind and any(self._waiting.values()):
             await asyncio.sleep(_AFTER_PREFERRED_S)  # what was published a moment ago may be about to be fetched
-        num_tries = _TRIES_AFTER_WAKE if not resync else 1
         batch = 1
         while self._has_room():
-            deliveries = await self._fetch_next(num_tries, batch)
+            deliveries = await self._fetch_next(batch)
             if not deliveries:
                 return
             batch = 2 * len(deliveries)
@@ -170,24 +173,26 @@ class Puller:
     def _shares_of(self, pool: str) -> Shares:
         return self._shares.setdefault(pool, Shares())
 
-    async def _fetch_next(self, num_tries: int, batch: int) -> list[Delivery]:
+    async def _fetch_next(self, batch: int) -> list[Delivery]:
         for pool in self._pools():
-            deliveries = await self._fetch_from(pool, num_tries, batch)
+            deliveries = await self._fetch_from(pool, batch)
             if deliveries:
                 return deliveries
         self._is_behind = False
         return []
 
-    async def _fetch_from(self, pool: str, num_tries: int, batch: int) -> list[Delivery]:
+    async def _fetch_from(self, pool: str, batch: int) -> list[Delivery]:
         views, shares = list(self._views(pool)), self._shares_of(pool)
         queues = choice.order(views, shares, ageing_s=self._ageing_s)
         for queue in queues:
             limit = self._limit(queue, batch) if len(queues) == 1 else 1  # queues take turns message by message
+            num_wakes = self._woken.get(queue, 0)
             deliveries = await self._queue.fetch_many(queue, limit)
-            for _ in range(num_tries - 1):
+            for _ in range(_TRIES_AFTER_WAKE - 1 if num_wakes else 0):
                 if deliveries:
                     break
                 await asyncio.sleep(_TRY_AGAIN_S)
+                num_wakes = self._woken.get(queue, 0)
                 deliveries = await self._queue.fetch_many(queue, limit)
             if deliveries:
                 for delivery in deliveries:
@@ -198,7 +203,8 @@ class Puller:
                 self._woken[queue] = max(0, self._woken.get(queue, 0) - len(deliveries))
                 self._heads.pop(queue, None)
                 return deliveries
-            self._waiting[queue] = self._woken[queue] = 0
+            num_since = self._woken.get(queue, 0) - num_wakes  # woken while it was asked
+            self._waiting[queue] = self._woken[queue] = num_since
         return []
 
     def _limit(self, queue: QueueName, batch: int) -> int:
@@ -218,13 +224,20 @@ class Puller:
             yield QueueView(name=queue, num_waiting=number, oldest_wait_s=oldest_wait_s, weight=weight)
 
     async def _look_at_heads(self) -> None:
-        """Learn how long the heads of the lower lanes have waited, where a higher one might keep them from starting."""
-        waiting = [queue for queue, number in self._waiting.items() if number > 0 and queue.pool == self._pool]
-        top = min((LANES.index(queue.lane) for queue in waiting), default=0)
+        """Learn how long the heads of lower lanes have waited, where a higher one of their pool may go before them.
+
+        Those looked at longest ago come first, so that each is looked at, however many there are.
+        """
+        waiting = [queue for queue, number in self._waiting.items() if number > 0]
+        tops: dict[str, int] = {}
+        for queue in waiting:
+            tops[queue.pool] = min(LANES.index(queue.lane), tops.get(queue.pool, len(LANES)))
         now = time.monotonic()
         self._heads = {queue: head for queue, head in self._heads.items() if now - head[0] < _HEAD_FOR_S}
-        lower = [queue for queue in waiting if LANES.index(queue.lane) > top and queue not in self._heads]
-        for queue in lower[:_MAX_HEADS]:
+        self._looked_at = {queue: at for queue, at in self._looked_at.items() if queue in self._waiting}
+        lower = [queue for queue in waiting if LANES.index(queue.lane) > tops[queue.pool] and queue not in self._heads]
+        for queue in sorted(lower, key=lambda queue: self._looked_at.get(queue, -math.inf))[:_MAX_HEADS]:
+            self._looked_at[queue] = time.monotonic()
             self._heads[queue] = (now, await self._queue.oldest_waiting_at(queue))
 
     async def _join(self) -> None:
