@@ -34,7 +34,8 @@ class Gate:
 
     Nothing else reserves, so what runs and what was let in is always within the ledger's capacity. Whoever entered
     leaves again, let in or not. `on_change` is called when somebody begins or ends to wait. Above the
-    high-water mark of `marks` nobody is let in; call `look` when room was made otherwise.
+    high-water mark of `marks` nobody is let in; call `look` when room was made otherwise. While it `is_paused` nobody
+    is let in either, and everybody at the gate is to be handed back.
     """
 
     def __init__(self, ledger: Ledger, *, ageing_s: float, on_change: Callable[[], None]) -> None:
@@ -44,6 +45,7 @@ class Gate:
         self._waiting: dict[Held, _Waiting] = {}
         self._num_entered = 0
         self._is_closed = False
+        self.is_paused = False
         self._usual_need: float | None = None
         self.marks = Watermarks()
 
@@ -100,9 +102,22 @@ class Gate:
         for waiting in self._waiting.values():
             waiting.is_in.set()
 
+    def pause(self) -> None:
+        """Let nobody in, and let nobody wait, until `resume`: the engine is down, and would fail them at once."""
+        self.is_paused = True
+        for waiting in self._waiting.values():
+            waiting.is_in.set()
+
+    def resume(self) -> None:
+        """The engine is back."""
+        self.is_paused = False
+        for waiting in self._waiting.values():
+            waiting.is_in.clear()
+        self.look()
+
     def look(self) -> None:
         """Let in whoever may start now."""
-        if self._is_closed:
+        if self._is_closed or self.is_paused:
             return
         ordered = self._in_order()
         waiters = [self._as_waiter(each) for each in ordered]

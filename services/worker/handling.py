@@ -312,7 +312,7 @@ class Handler:
         held.is_suspect = is_suspect
         is_in = self._gate.enter(held, plan.need_tokens, is_interrupted=state.was_started)
         for _ in range(_LOOK_AROUNDS):
-            if self._settler.draining.is_set():
+            if self._settler.draining.is_set() or self._gate.is_paused:
                 await self._hand_back(held, job)
                 return _Entry.GONE
             if is_in:

@@ -412,6 +412,7 @@ class Worker:
 
     async def _restart_engine(self, reason: EngineFailure, why: str) -> None:
         self._set_state("Failed", why)
+        self._gate.pause()
         for execution in self._held.executions():
             execution.stop(reason)
         await self._engine.stop()
@@ -427,6 +428,7 @@ class Worker:
             break
         self._engine_run += 1
         self._adopt_facts()
+        self._gate.resume()
         self._set_state("Ready")
         self._puller.look()
 

@@ -139,6 +139,28 @@ async def test_a_poison_job_starts_three_times_and_takes_nobody_with_it(
         await until(lambda: is_empty(running))
 
 
+async def test_a_request_that_waits_as_the_engine_dies_is_not_started_in_it(broker_url: str, prefix: str) -> None:
+    """It would fail at once, and be counted a fault that it had no part in."""
+    first, second = Reading("runs", 60), Reading("waits", 60)
+    engine = sim(tokens_per_second=60.0, kv_tokens=100, start_s=0.3)  # room for one of them
+    async with deployment(broker_url, prefix) as running, asyncio.timeout(40):
+        await running.worker(engine, worker="dies", max_concurrency=4)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(first.read(running.client))
+            await first.first_token.wait()
+            group.create_task(second.read(running.client))
+            await until(lambda: has_waiting(running, "dies"))
+            engine.die()
+        assert len(first.attempts) == 2
+        assert second.reasons == []
+
+
+async def has_waiting(running: Deployment, worker: str) -> bool:
+    """Whether it holds a request that does not fit."""
+    seen = await WorkersBucket(running.bus).get(worker)
+    return seen is not None and seen.beat is not None and seen.beat.waiting > 0
+
+
 async def test_streams_of_one_dead_engine_go_on_together(broker_url: str, prefix: str) -> None:
     """Each of them is a suspect now, but one that others share a fault with is none that must run alone."""
     readings = [Reading(f"stream {number}", 60) for number in range(20)]

@@ -37,6 +37,7 @@ class GateMachine(RuleBasedStateMachine):
         self.gate = Gate(self.ledger, ageing_s=AGEING_S, on_change=lambda: None)
         self.here: list[Request] = []
         self.has_shrunk = False
+        self.is_down = False
 
     def is_in(self, request: Request) -> bool:
         return request in self.gate  # type: ignore[operator]
@@ -47,6 +48,7 @@ class GateMachine(RuleBasedStateMachine):
         self.here.append(request)
         is_in = self.gate.enter(request, need, is_interrupted=interrupted)  # type: ignore[arg-type]
         assert is_in == self.is_in(request)
+        assert not (is_in and self.is_down)
         return request
 
     @rule(request=requests)
@@ -74,6 +76,16 @@ class GateMachine(RuleBasedStateMachine):
         self.gate.marks.note(ratio)
         self.gate.look()
 
+    @rule()
+    def engine_goes_down(self) -> None:
+        self.gate.pause()
+        self.is_down = True
+
+    @rule()
+    def engine_comes_back(self) -> None:
+        self.gate.resume()
+        self.is_down = False
+
     @invariant()
     def needs_never_exceed_the_capacity(self) -> None:
         reserved = sum(request.need_tokens for request in self.here if self.is_in(request))
@@ -91,7 +103,7 @@ class GateMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_who_could_start_alone(self) -> None:
-        if self.ledger.num_running == 0 and not self.gate.marks.is_above:
+        if self.ledger.num_running == 0 and not self.gate.marks.is_above and not self.is_down:
             capacity = self.ledger.capacity_tokens
             assert not [waiter for waiter in self.gate.waiters if capacity is None or waiter.need_tokens <= capacity]
 
