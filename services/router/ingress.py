@@ -78,6 +78,7 @@ class Ingress:
                 return await self._handle(incoming, attempt, span)
             except BrokerError as error:
                 if retries.is_over:
+                    self._give_back(attempt)
                     log.warning("a request could not be taken in: %s", error)
                     return Refusal(code="internal", message="the broker did not answer; send the request again")
             await retries.pause()
@@ -130,9 +131,15 @@ class Ingress:
                 attempt.placed, attempt.asked = other, None
                 second = await self._enqueue(incoming, attempt, other, digest, span)
                 refusal = second if second is None or second.code == "internal" else refusal
-        if refusal is not None and not attempt.is_unclear:
-            self._limits.give_back(attempt.permit)
+        if refusal is not None:
+            self._give_back(attempt)
         return refusal
+
+    def _give_back(self, attempt: Try) -> None:
+        """What a try paid is given back once, and only where it is sure that nothing was taken in."""
+        if not attempt.is_unclear:
+            self._limits.give_back(attempt.permit)
+            attempt.permit = None
 
     async def _other(self, attempt: Try, data: bytes) -> Placed | None:
         """Where else a request goes when the queue it was placed in is full: once, and if it has a fallback."""
@@ -262,8 +269,8 @@ class Ingress:
         state = await self._log.state(wish.tenant, job)
         if state.body_hash and state.body_hash != digest:
             return _other_body()
-        if attempt is not None and not attempt.is_unclear:  # sent again: nothing new is taken in
-            self._limits.give_back(attempt.permit)
+        if attempt is not None:  # sent again: nothing new is taken in
+            self._give_back(attempt)
         span.set({**job_attributes(job=job, tenant=wish.tenant), "headrace.attached": True})
         body = await self._accepted_body(wish, job, state.queue_sequence, state)
         secured = await self._secure(incoming, wish.tenant, job)

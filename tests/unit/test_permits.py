@@ -1,0 +1,64 @@
+"""What a request paid of its tenant's limits is given back once where it is refused or taken in before, else never."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace.errors import BrokerUnavailableError
+from headrace.router.attempt import Try
+from headrace.router.ingress import Ingress
+from headrace.router.limits import Permit
+from headrace.schemas.states import JobState
+from headrace.schemas.subjects import JobId, Names
+from headrace.schemas.usage import Used
+from headrace.settings import Settings
+
+PERMIT = Permit("a", 1, Used(1, 10))
+
+
+def ingress_of(given_back: list[Permit]) -> Any:
+    def give_back(permit: Permit | None) -> None:
+        if permit is not None:
+            given_back.append(permit)
+
+    bus: Any = SimpleNamespace(settings=Settings(retry_for_s=0.5), names=Names(prefix="headrace.v1"))
+    limits: Any = SimpleNamespace(give_back=give_back)
+    unused: Any = SimpleNamespace()
+    return Ingress(bus, unused, unused, limits, unused)
+
+
+async def fails(*_: object) -> None:
+    raise BrokerUnavailableError("away")
+
+
+@pytest.mark.parametrize(("is_unclear", "expected"), [(False, [PERMIT]), (True, [])])
+async def test_a_request_that_no_try_took_in_pays_nothing(is_unclear: bool, expected: list[Permit]) -> None:
+    given_back: list[Permit] = []
+    ingress = ingress_of(given_back)
+
+    async def paid_and_failed(_: object, attempt: Try, __: object) -> None:
+        attempt.permit, attempt.is_unclear = PERMIT, is_unclear
+        raise BrokerUnavailableError("away")
+
+    ingress._handle = paid_and_failed
+    refusal = await ingress._handle_until_clear(None, None)
+    assert refusal.code == "internal"
+    assert given_back == expected
+
+
+async def test_a_request_that_attaches_gets_its_permit_back_once_however_often_it_is_tried() -> None:
+    given_back: list[Permit] = []
+    ingress = ingress_of(given_back)
+
+    async def state(*_: str) -> JobState:
+        return JobState()
+
+    ingress._log = SimpleNamespace(state=state)
+    ingress._accepted_body = fails
+    attempt = Try(JobId("j"), permit=PERMIT)
+    span, wish = SimpleNamespace(set=lambda _: None), SimpleNamespace(tenant="a")
+    for _ in range(2):
+        with pytest.raises(BrokerUnavailableError):
+            await ingress._attach(None, wish, "j", "hash", span, attempt)
+    assert given_back == [PERMIT]
