@@ -102,6 +102,7 @@ class Deadlines:
 
     async def _read_queue(self, model: str) -> None:
         present: set[tuple[str, int]] = set()
+        newest = 0
         names = self._bus.names
         stream, subject = names.jobs_stream(model), names.jobs_filter(model)
         async for message in batch_each(self._bus, stream, subject, from_sequence=1):
@@ -110,8 +111,10 @@ class Deadlines:
             if job is not None:
                 sequence = int(headers[subjects.HDR_SEQUENCE])
                 present.add((model, sequence))
+                newest = sequence
                 self.note(job, sequence)
-        for key in [key for key in self._jobs if key[0] == model and key not in present]:
+        # What a wake told of meanwhile may be newer than what was read.
+        for key in [key for key in self._jobs if key[0] == model and key[1] <= newest and key not in present]:
             del self._jobs[key]
 
     async def _end_for_ever(self) -> None:
