@@ -111,10 +111,14 @@ class Models:
         ]
 
     def preferred(self, model: str, pool: str, hashes: Sequence[str], need_tokens: int) -> str | None:
-        """The worker with the longest part of these prefixes in its cache that would start the job now."""
+        """The pool's own worker with the longest part of these prefixes in its cache that would start the job now.
+
+        Never one that is lent: it takes the pool's jobs only while it has none of its own, and passes its wakes on.
+        """
         if not hashes:
             return None
-        views = [view_of(beat, prefixes=beat.prefixes) for beat in self.workers_of(model, pool)]
+        own = (beat for beat in self.workers_of(model, pool) if beat.pool == pool)
+        views = [view_of(beat, prefixes=beat.prefixes) for beat in own]
         return preferred(hashes, views, need_tokens)
 
     def pools(self, model: str) -> frozenset[str]:
