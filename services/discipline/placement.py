@@ -56,8 +56,8 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
         return self.state == "Ready" and self.num_waiting == 0 and self.room.fits(need_tokens)
 
     def could_ever_run(self, need_tokens: int) -> bool:
-        """Whether it is there to stay and fits it when empty; one that is starting may yet."""
-        return self.state in ("Starting", "Ready", "Busy") and self.room.could_ever_fit(need_tokens)
+        """Whether it is there to stay and fits it when empty; one that starts, or restarts its engine, may yet."""
+        return self.state != "Draining" and self.room.could_ever_fit(need_tokens)
 
 
 def view_of(beat: Heartbeat, *, prefixes: Iterable[str] = ()) -> WorkerView:

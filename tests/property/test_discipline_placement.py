@@ -100,6 +100,15 @@ def test_a_heartbeat_as_a_view() -> None:
     assert not full.would_start(1)
 
 
+def test_a_large_worker_that_restarts_its_engine_is_waited_for() -> None:
+    small = Room(capacity_tokens=100)
+    large = view_of(Heartbeat(worker="w", epoch="e", state="Failed", model="m", kv_capacity_tokens=1000))
+    assert place(500, small, [large], num_delivered=1) == (Placement.HOLD, None)
+    assert place(500, small, [large], num_delivered=1, held_s=2.0) == (Placement.HAND_BACK, "w")
+    leaving = view_of(Heartbeat(worker="w", epoch="e", state="Draining", model="m", kv_capacity_tokens=1000))
+    assert place(500, small, [leaving], num_delivered=1) == (Placement.NEVER, None)
+
+
 class Job:
     """A request on its way: how often it was delivered and handed back, and the step of its start."""
 
