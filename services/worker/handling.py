@@ -4,7 +4,7 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
 import msgspec
@@ -72,9 +72,10 @@ class _Entry(enum.Enum):
 class Handler:
     """Takes fetched messages to their end. One per worker.
 
-    `identity` gives this registration as an owner for a queue sequence; `beat_settled` waits for beats older than a
-    number; `room_changed` is called when memory or a slot is freed, `refund` with a queue and tokens that it was
-    charged for and did not use here. Nothing it does with one message can hurt another.
+    `servers_of` says which pools' workers may run a pool's requests. `identity` gives this registration as an owner for
+    a queue sequence; `beat_settled` waits for beats older than a number; `room_changed` is called when memory or a slot
+    is freed, `refund` with a queue and tokens that it was charged for and did not use here. Nothing it does with one
+    message can hurt another.
     `seconds_per_job` is a moving average over the jobs it ran to their end.
     """
 
@@ -84,6 +85,7 @@ class Handler:
         *,
         queue: JobQueue,
         pool: str,
+        servers_of: Callable[[str], Iterable[str]],
         engine: Engine,
         gate: Gate,
         neighbours: Neighbours,
@@ -101,6 +103,7 @@ class Handler:
         self._bucket = WorkersBucket(bus)
         self._queue = queue
         self._pool = pool
+        self._servers_of = servers_of
         self._engine = engine
         self._gate = gate
         self._neighbours = neighbours
@@ -319,7 +322,7 @@ class Handler:
                 return _Entry.IN
             if held.is_void:
                 return _Entry.GONE
-            others = await self._neighbours.of_pool(held.delivery.queue.pool)
+            others = await self._neighbours.of_pools(self._servers_of(held.delivery.queue.pool))
             if others is not None and held not in self._gate:
                 where, other = place(
                     plan.need_tokens,
@@ -348,7 +351,7 @@ class Handler:
     def _too_large(self, plan: Plan) -> Refusal:
         return Refusal(
             code="exceeds_capacity",
-            message=f"the request needs {plan.need_tokens} KV tokens; no worker of its pool has that many, "
+            message=f"the request needs {plan.need_tokens} KV tokens; no worker that may run it has that many, "
             f"this one has {self._gate.room.capacity_tokens}",
         )
 

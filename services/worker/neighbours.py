@@ -1,7 +1,8 @@
-"""The other workers of one pool, by their heartbeats, read when somebody asks."""
+"""The other workers that may run a pool's requests, by their heartbeats, read when somebody asks."""
 
 import logging
 import time
+from collections.abc import Iterable
 from typing import Final
 
 from headrace.bus.connection import Bus
@@ -26,8 +27,8 @@ class Neighbours:
         self._read_at = -_FRESH_FOR_S
         self._views: dict[str, list[WorkerView]] = {}
 
-    async def of_pool(self, pool: str) -> list[WorkerView] | None:
-        """The other live workers of the model in that pool; None where they cannot be read now."""
+    async def of_pools(self, pools: Iterable[str]) -> list[WorkerView] | None:
+        """The other live workers of the model in those pools; None where they cannot be read now."""
         if time.monotonic() - self._read_at >= _FRESH_FOR_S:
             try:
                 seen = await self._bucket.list()
@@ -40,4 +41,4 @@ class Neighbours:
                 if beat is not None and not beat.is_tombstone and beat.model == self._model and worker != self._worker:
                     self._views.setdefault(beat.pool, []).append(view_of(beat))
             self._read_at = time.monotonic()
-        return self._views.get(pool, [])
+        return [view for pool in pools for view in self._views.get(pool, ())]

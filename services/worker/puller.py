@@ -97,7 +97,7 @@ class Puller:
 
     async def wake(self, queue: QueueName) -> None:
         """Somebody has a job for us in that queue; where there is no room after all, another worker is woken."""
-        if self._has_room() and queue.pool == self._pool:
+        if self._has_room() and queue.pool in self._pools():
             self._note(queue)
         else:
             await self._queue.wake(queue, {HDR_PASSED: "1"})

@@ -113,6 +113,7 @@ class Worker:
             bus,
             queue=self._queue,
             pool=options.pool,
+            servers_of=lambda pool: self._view.config.model(options.model).servers_of(pool),
             engine=engine,
             gate=self._gate,
             served=self._served,

@@ -355,6 +355,20 @@ async def test_a_pool_lends_its_workers_only_while_its_own_queues_are_empty(brok
             assert jobs.started[1:4] == ["chat0", "chat1", "chat2"]
 
 
+async def test_what_only_a_lender_can_hold_goes_to_it(broker_url: str, prefix: str) -> None:
+    """A router takes it in, for a worker that is lent can run it; so must no worker of the pool itself refuse it."""
+    lending = f'[models.{MODEL}]\npools = [{{ name = "large", lends_to = ["default"] }}]\n'
+    async with deployment(broker_url, prefix) as running:
+        await configure(running, lending)
+        await running.worker(sim(), worker="small", kv_tokens=100, max_concurrency=4)
+        await running.worker(sim(), worker="large", pool="large", kv_tokens=10_000, max_concurrency=4)
+        async with sending(running) as jobs:
+            for number in range(5):
+                await jobs.send(f"large{number}", max_tokens=200)
+                await jobs.until_started(f"large{number}")
+            assert set(jobs.worker_of.values()) == {"large"}
+
+
 async def test_long_prompts_keep_short_chats_waiting_no_longer_than_one_job(broker_url: str, prefix: str) -> None:
     """Two pools by rule: a burst of long prompts over steady short chats."""
     rules = f'[models.{MODEL}]\npools = [{{ name = "long" }}]\nrules = [{{ pool = "long", min_prompt_tokens = 200 }}]\n'
