@@ -22,7 +22,7 @@ class KvCache:
         self._block_size = block_size
         self._idle: OrderedDict[_Key, int] = OrderedDict()
         self._num_idle = 0
-        self._shared: dict[str, list[int]] = {}  # prefix in use: how many of its tokens each user needs, ascending
+        self._shared: dict[str, list[int]] = {}  # prefix in use: tokens of it that each user needs, ascending
         self.used_tokens = 0
 
     def cached_tokens(self, index: int, prefix: str, prefix_tokens: int, num_tokens: int) -> int:
