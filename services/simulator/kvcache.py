@@ -29,7 +29,8 @@ class KvCache:
         """Of the first `num_tokens` of a request, how many need no computing; at least the last one always does."""
         found = 0
         if prefix:
-            found = min(prefix_tokens, self._shared[prefix][-1] if prefix in self._shared else self._idle.get(prefix, 0))
+            stored = self._shared[prefix][-1] if prefix in self._shared else self._idle.get(prefix, 0)
+            found = min(prefix_tokens, stored)
         if found == prefix_tokens:
             found += self._idle.get(index, 0)
         return min(found, num_tokens - 1)
