@@ -112,13 +112,15 @@ class WorkerNudge(msgspec.Struct, frozen=True, kw_only=True):
     """A nudge on a worker's control subject; at most once, so it only ever hastens what the log or key says anyway.
 
     Sent by whoever cancelled a job (`cancelled`), by operators (`drain`), and by whoever has a job that this worker
-    would start at once (`wake`, with the consumer to fetch it from).
+    would start at once (`wake`, with the consumer to fetch it from). Monitors tell every worker of a pool of requests
+    that lost their worker (`interrupted`, with the consumer and how many), since a full one hears no wake.
     """
 
-    kind: Literal["cancelled", "drain", "evicted", "wake"]
+    kind: Literal["cancelled", "drain", "evicted", "wake", "interrupted"]
     tenant: str | None = None
     job: str | None = None
     consumer: str | None = None
+    number: int = 0
 
 
 class TokenCount(msgspec.Struct, frozen=True, kw_only=True):

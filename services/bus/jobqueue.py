@@ -352,6 +352,11 @@ class JobQueue:
         nudge = WorkerNudge(kind="wake", consumer=queue.consumer)
         await self._bus.publish(self._bus.names.ctl(worker), msgspec.json.encode(nudge))
 
+    async def tell_interrupted(self, worker: str, queue: QueueName, number: int) -> None:
+        """Tell a worker that so many messages stand at the queue's head that were running before; a hint."""
+        nudge = WorkerNudge(kind="interrupted", consumer=queue.consumer, number=number)
+        await self._bus.publish(self._bus.names.ctl(worker), msgspec.json.encode(nudge))
+
     async def oldest_waiting_at(self, queue: QueueName) -> float | None:
         """Unix seconds at which the job was accepted that no worker was given yet and came first; None without one.
 

@@ -14,7 +14,7 @@ __all__ = ["MAX_HAND_BACKS", "MAX_HAND_BACKS_TO_IDLE", "Placement", "WorkerView"
 MAX_HAND_BACKS: Final = 3
 """Deliveries after which a request is given at once only to a worker that does nothing at all."""
 MAX_HAND_BACKS_TO_IDLE: Final = 8
-"""Deliveries after which one that fits here, in time, stays."""
+"""Deliveries after which one that fits here, in time, is held a while before it is given to an idle worker."""
 _FIRST_PATIENCE_S: Final = 0.25
 _MAX_PATIENCE_S: Final = 2.0
 
@@ -87,8 +87,8 @@ def place(
     first, and `held_s` how long it has been here this time.
 
     It goes to the worker with most room of those that would start it now: at once up to `MAX_HAND_BACKS` deliveries,
-    then to an idle one only, and after `MAX_HAND_BACKS_TO_IDLE` it stays. So it cannot go round for ever, even by
-    heartbeats that are out of date. One that can never run here goes on being handed back, to one that could run it
+    then to an idle one only, and after `MAX_HAND_BACKS_TO_IDLE` it is first held for 0.25 s. So it cannot spin, even
+    by heartbeats that are out of date. One that can never run here goes on being handed back, to one that could run it
     in time if need be, but then only after a while (`patience_s`).
     """
     able = [other for other in others if other.could_ever_run(need_tokens)]
@@ -97,7 +97,7 @@ def place(
     if room.could_ever_fit(need_tokens):
         if not is_quick:
             ready = [other for other in ready if other.is_idle]
-        goes = ready if num_delivered <= MAX_HAND_BACKS_TO_IDLE else []
+        goes = ready if num_delivered <= MAX_HAND_BACKS_TO_IDLE or held_s >= _FIRST_PATIENCE_S else []
     elif not able:
         return Placement.NEVER, None
     elif ready:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import msgspec
@@ -34,11 +34,13 @@ class Evictor:
     """Evicts workers and hands their requests over. Any number of monitors may do so at once.
 
     Whoever writes the tombstone acts; losing that compare-and-set means that the worker lives or another monitor was
-    first. `num_evicted` and `num_handed_back` count.
+    first. `peers` are the live workers of a model's pool, which are told what was interrupted. `num_evicted` and
+    `num_handed_back` count.
     """
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, peers: Callable[[str, str], Iterable[str]] = lambda model, pool: ()) -> None:
         self._bus = bus
+        self._peers = peers
         self._bucket = WorkersBucket(bus)
         self._log = JobLog(bus)
         self._queues: dict[str, JobQueue] = {}
@@ -85,6 +87,7 @@ class Evictor:
         if progress is None:
             return
         now = time.monotonic()
+        num_before = self.num_handed_back
         for sequence in sequences:
             key = (job_queue.stream, sequence, holder)
             if now - self._nakked.get(key, -float("inf")) < self._bus.settings.ack_wait_s:
@@ -95,6 +98,9 @@ class Evictor:
             self.num_handed_back += 1
             await job_queue.nak_on_behalf(queue, sequence, progress)
             await job_queue.wake(queue, {})
+        if number := self.num_handed_back - num_before:
+            for worker in self._peers(model, queue.pool):
+                await job_queue.tell_interrupted(worker, queue, number)
 
     async def requeue(self, tenant: str, job: str, state: JobState, remedied: Remedied, *, reason: str) -> bool:
         """Append `requeued` as judged; False if another event came first."""

@@ -36,7 +36,7 @@ class Guard:
     def __init__(self, bus: Bus, view: WorkersView) -> None:
         self._bus = bus
         self._view = view
-        self._evictor = Evictor(bus)
+        self._evictor = Evictor(bus, self._peers)
         self._watch = Watch(ttl_s=bus.settings.worker_ttl_s)
         self._sweep = Sweep(bus, self._evictor)
         self._evicting: set[str] = set()
@@ -54,6 +54,10 @@ class Guard:
         finally:
             self._group = None
             self._bus.on_reconnect.remove(self._on_reconnect)
+
+    def _peers(self, model: str, pool: str) -> list[str]:
+        beats = self._view.beats.values()
+        return [beat.worker for beat in beats if (beat.model, beat.pool) == (model, pool)]
 
     async def listen(self, system_url: str) -> None:
         """Take disconnect notices from the system account until cancelled; silence takes longer to tell."""

@@ -1,5 +1,6 @@
 """The KV cache of one engine: what running requests hold, and what is left of earlier ones until room is needed."""
 
+import bisect
 from collections import OrderedDict
 from typing import Final
 
@@ -21,14 +22,15 @@ class KvCache:
         self._block_size = block_size
         self._idle: OrderedDict[_Key, int] = OrderedDict()
         self._num_idle = 0
-        self._shared: dict[str, list[int]] = {}  # prefix in use: [users, tokens]
+        self._shared: dict[str, list[int]] = {}  # prefix in use: tokens of it that each user needs, ascending
         self.used_tokens = 0
 
     def cached_tokens(self, index: int, prefix: str, prefix_tokens: int, num_tokens: int) -> int:
         """Of the first `num_tokens` of a request, how many need no computing; at least the last one always does."""
         found = 0
         if prefix:
-            found = min(prefix_tokens, self._shared[prefix][1] if prefix in self._shared else self._idle.get(prefix, 0))
+            stored = self._shared[prefix][-1] if prefix in self._shared else self._idle.get(prefix, 0)
+            found = min(prefix_tokens, stored)
         if found == prefix_tokens:
             found += self._idle.get(index, 0)
         return min(found, num_tokens - 1)
@@ -45,10 +47,8 @@ class KvCache:
             if prefix not in self._shared:
                 left = self._idle.pop(prefix, 0)
                 self._num_idle -= left
-                self._shared[prefix] = [0, prefix_tokens]
-            entry = self._shared[prefix]
-            entry[0] += 1
-            entry[1] = max(entry[1], prefix_tokens)
+                self._shared[prefix] = []
+            bisect.insort(self._shared[prefix], prefix_tokens)
         self._evict()
 
     def grow(self, num_tokens: int) -> None:
@@ -62,12 +62,15 @@ class KvCache:
         self.used_tokens -= private
         self._leave(index, private)
         if prefix:
-            entry = self._shared[prefix]
-            entry[0] -= 1
-            if not entry[0]:
+            lengths = self._shared[prefix]
+            stored = lengths[-1]
+            lengths.remove(prefix_tokens)
+            if lengths:
+                self.used_tokens -= stored - lengths[-1]  # what only this one needed of it
+            else:
                 del self._shared[prefix]
-                self.used_tokens -= entry[1]
-                self._leave(prefix, entry[1])
+                self.used_tokens -= stored
+                self._leave(prefix, stored)
         self._evict()
 
     def forget(self, index: int) -> None:
@@ -77,7 +80,7 @@ class KvCache:
     def _additional(self, prefix: str, prefix_tokens: int, num_tokens: int) -> int:
         if not prefix:
             return num_tokens
-        stored = self._shared[prefix][1] if prefix in self._shared else 0
+        stored = self._shared[prefix][-1] if prefix in self._shared else 0
         return num_tokens - prefix_tokens + max(0, prefix_tokens - stored)
 
     def _leave(self, key: _Key, num_tokens: int) -> None:

@@ -33,6 +33,7 @@ _AFTER_PREFERRED_S: Final = 0.002
 _FRESH_S: Final = 0.01
 _HEAD_FOR_S: Final = 1.0
 """How long what is known of a queue's head may be true."""
+_MAX_INTERRUPTED: Final = 10_000
 _MAX_HEADS: Final = 8
 """Heads looked at in one round."""
 
@@ -78,6 +79,7 @@ class Puller:
         self._shares: dict[str, Shares] = {}
         self._waiting: dict[QueueName, int] = {}
         self._woken: dict[QueueName, int] = {}
+        self._interrupted: dict[QueueName, int] = {}
         self._heads: dict[QueueName, tuple[float, float | None]] = {}
         self._looked_at: dict[QueueName, float] = {}
         self._synced_at = -math.inf
@@ -101,6 +103,11 @@ class Puller:
             self._note(queue)
         else:
             await self._queue.wake(queue, {HDR_PASSED: "1"})
+
+    def note_interrupted(self, queue: QueueName, number: int) -> None:
+        """So many requests that were running before stand at the head of the queue: they come before other queues."""
+        if queue in self._waiting and number > 0:
+            self._interrupted[queue] = min(_MAX_INTERRUPTED, self._interrupted.get(queue, 0) + number)
 
     def refund(self, queue: QueueName, tokens: int) -> None:
         """Of a job fetched from the queue these went unused: it ended early, or went to another worker."""
@@ -202,9 +209,14 @@ class Puller:
                 self._waiting[queue] = max(0, self._waiting.get(queue, 0) - len(deliveries))
                 self._woken[queue] = max(0, self._woken.get(queue, 0) - len(deliveries))
                 self._heads.pop(queue, None)
+                # Redeliveries come first, so one that is none says that no more of them wait.
+                num_left = self._interrupted.pop(queue, 0) - len(deliveries)
+                if num_left > 0 and deliveries[-1].num_delivered > 1:
+                    self._interrupted[queue] = num_left
                 return deliveries
             num_since = self._woken.get(queue, 0) - num_wakes  # woken while it was asked
             self._waiting[queue] = self._woken[queue] = num_since
+            self._interrupted.pop(queue, None)
         return []
 
     def _limit(self, queue: QueueName, batch: int) -> int:
@@ -221,7 +233,13 @@ class Puller:
             _, accepted_at = self._heads.get(queue, (0.0, None))
             oldest_wait_s = now - accepted_at if accepted_at is not None else None
             weight = config.weight_of(queue.queue)
-            yield QueueView(name=queue, num_waiting=number, oldest_wait_s=oldest_wait_s, weight=weight)
+            yield QueueView(
+                name=queue,
+                num_waiting=number,
+                oldest_wait_s=oldest_wait_s,
+                weight=weight,
+                num_interrupted=self._interrupted.get(queue, 0),
+            )
 
     async def _look_at_heads(self) -> None:
         """Learn how long the heads of lower lanes have waited, where a higher one of their pool may go before them.

@@ -387,6 +387,10 @@ class Worker:
             queue = QueueName.from_consumer(nudge.consumer or "")
             if queue is not None:
                 await self._puller.wake(queue)
+        elif nudge.kind == "interrupted":
+            queue = QueueName.from_consumer(nudge.consumer or "")
+            if queue is not None:
+                self._puller.note_interrupted(queue, nudge.number)
         elif nudge.tenant and nudge.job:
             await self._check_ended(nudge.tenant, nudge.job)
 

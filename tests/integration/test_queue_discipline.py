@@ -20,6 +20,7 @@ from headrace.schemas.config_text import decode_file, encode_entry, entries_of
 from headrace.schemas.subjects import QueueName
 from headrace.schemas.workers import Heartbeat
 from headrace.worker.engines.base import EngineUsage
+from headrace.worker.memory import Memory
 from tests.deployment import MODEL, Deployment, deployment, sim, until
 
 
@@ -388,3 +389,53 @@ async def test_long_prompts_keep_short_chats_waiting_no_longer_than_one_job(brok
             assert {jobs.worker_of[f"chat{number}"] for number in range(10)} == {"short"}
             assert max(waits) < 1.0, "less than one long job"
             assert set(jobs.worker_of.values()) == {"short", "long"}
+
+
+async def test_a_request_without_a_limit_reserves_the_default_and_the_engine_is_sent_it(
+    broker_url: str, prefix: str
+) -> None:
+    engine = sim(kv_tokens=4000, block_size=1, tokens_per_second=5.0)
+    sent: list[int] = []
+    generate = engine.generate
+
+    def noting(request: Any, *, max_tokens: int, **others: Any) -> Any:
+        sent.append(max_tokens)
+        return generate(request, max_tokens=max_tokens, **others)
+
+    engine.generate = noting  # type: ignore[method-assign]
+    async with deployment(broker_url, prefix, grace_s=0.2) as running:
+        await running.worker(engine, worker="w")
+        chat = [{"role": "user", "content": "hi"}]
+        async with running.client.stream(model=MODEL, messages=chat) as stream:
+            async for event in stream:
+                if isinstance(event, Started):
+                    break
+            num_prompt = 5  # one word, and four for the message
+
+            async def is_reserved() -> bool:
+                return (await beat_of(running, "w")).kv_reserved_tokens == num_prompt + 1024 - 1
+
+            await until(is_reserved)
+            assert sent == [1024]
+            await stream.cancel()
+
+
+async def test_little_free_memory_beside_an_engine_that_took_its_own_changes_nothing(
+    broker_url: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Memory(total_bytes=24 << 30, free_bytes=1 << 20, source="system")
+    monkeypatch.setattr("headrace.worker.memory.read_host_memory", lambda: full)
+    async with deployment(broker_url, prefix) as running:
+        await running.worker(sim(kv_tokens=1000, block_size=1, tokens_per_second=400.0), worker="w")
+        assert (await beat_of(running, "w")).memory_free_bytes == 1 << 20
+        async with sending(running) as jobs:
+            for name in ("a", "b", "c"):
+                await jobs.send(name, max_tokens=400)
+            await jobs.until_started("a", "b")
+
+            async def third_waits() -> bool:
+                beat = await beat_of(running, "w")
+                return (beat.running, beat.waiting) == (2, 1)
+
+            await until(third_waits)
+            await jobs.until_started("c")

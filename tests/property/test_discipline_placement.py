@@ -60,7 +60,8 @@ def test_it_goes_where_it_starts_and_stays_only_where_it_can(
             assert not room.could_ever_fit(need)
             assert not could_run
         case Placement.HOLD if room.could_ever_fit(need):
-            assert num_delivered > MAX_HAND_BACKS_TO_IDLE or not any(other.is_idle for other in would_start)
+            is_quick = num_delivered <= MAX_HAND_BACKS_TO_IDLE or held_s >= 0.25
+            assert not is_quick or not any(other.is_idle for other in would_start)
             assert num_delivered > MAX_HAND_BACKS or not would_start
         case Placement.HOLD:
             assert could_run
@@ -77,11 +78,6 @@ def test_it_cannot_go_round_for_ever_whatever_heartbeats_say(
     assert at_once.count(Placement.HAND_BACK) <= MAX_HAND_BACKS_TO_IDLE
     if not room.could_ever_fit(need):
         assert Placement.HAND_BACK not in at_once[MAX_HAND_BACKS:]
-    else:
-        later = [
-            place(need, room, others, num_delivered=1 + number, held_s=9.0)[0] for number, others in enumerate(seen)
-        ]
-        assert set(later[MAX_HAND_BACKS_TO_IDLE:]) == {Placement.HOLD}
 
 
 def test_one_too_large_for_a_worker_is_held_there_ever_longer() -> None:
@@ -211,6 +207,12 @@ class Pool:
             self.fetch(next(other for other in self.stations if other.name == named))
 
 
+def is_patient(station: Station, job: Job, *, held_s: float) -> bool:
+    """Whether the station still holds it because it was handed back often: for 0.25 s, which is less than a step."""
+    limit = MAX_HAND_BACKS_TO_IDLE if station.room.could_ever_fit(job.need_tokens) else MAX_HAND_BACKS
+    return job.num_delivered > limit and held_s < 0.25
+
+
 @given(
     st.lists(st.tuples(st.integers(300, 1000), st.integers(1, 3)), min_size=2, max_size=4),
     st.lists(st.tuples(st.integers(10, 1000), st.integers(1, 8)), min_size=1, max_size=25),
@@ -225,7 +227,12 @@ def test_in_a_pool_everything_runs_and_nobody_idles_beside_what_fits(
     while pool.num_ended < len(pool.jobs):
         pool.step()
         assert pool.now < 2000
-        waiting = pool.queue + [job for station in stations for job, _ in station.held]
+        waiting = pool.queue + [
+            job
+            for station in stations
+            for job, since in station.held
+            if not is_patient(station, job, held_s=pool.now - 1 - since)
+        ]
         for station in stations:
             if station.view.is_idle:
                 assert not any(station.view.would_start(job.need_tokens) for job in waiting)
