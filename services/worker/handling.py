@@ -53,6 +53,8 @@ _LOOK_AROUND_S: Final = 0.15
 _LOOK_AROUNDS: Final = 6
 """Looks around after which its log is read again: it may have been cancelled, or its time be up."""
 _LENT_RETRY_S: Final = 2.0
+_MAY_RETURN_S: Final = 5.0
+"""How long one is kept that no live worker could ever run: the one that could may be about to start again."""
 _HOLE_READS: Final = 10
 _HOLE_PAUSE_S: Final = 0.2
 _FIRST_RETRY_S: Final = 0.5
@@ -332,6 +334,9 @@ class Handler:
                     self._refund(held.delivery.queue, job.need_tokens)
                     await self._hand_back(held, job, _LENT_RETRY_S)
                     return _Entry.GONE
+                if where is Placement.NEVER and time.monotonic() < held.since + _MAY_RETURN_S:
+                    await self._await_return(held, plan)
+                    return _Entry.AGAIN
                 if where is Placement.NEVER:
                     is_ended = await self._settler.end(held, job, state, self._too_large(plan), span)
                     return _Entry.GONE if is_ended else _Entry.AGAIN
@@ -341,6 +346,21 @@ class Handler:
                     return _Entry.GONE
             is_in = await self._gate.let_in(held, timeout_s=_LOOK_AROUND_S)
         return _Entry.IN if is_in else _Entry.AGAIN
+
+    async def _await_return(self, held: Held, plan: Plan) -> None:
+        """Keep it, out of the others' way, until a worker that could run it is there, or none is likely to return."""
+        self._gate.leave(held)
+        held.is_backing_off = True
+        self._room_changed()
+        try:
+            await self._neighbours.await_able(
+                held.delivery.queue.pool,
+                plan.need_tokens,
+                until=held.since + _MAY_RETURN_S,
+                stop=self._settler.draining,
+            )
+        finally:
+            held.is_backing_off = False
 
     def _is_own(self, held: Held) -> bool:
         return held.delivery.queue.pool == self._pool

@@ -51,7 +51,8 @@ class Puller:
     A worker with room is a member of its pool's wake group, so that a new job wakes one worker that can run it; a
     full one leaves the group. What is known to wait is a hint: a fetch that finds nothing clears it. Which queue is
     next is the discipline's choice, over what this worker has served. Pools that its own lends to are looked at now
-    and then, and only while its own has nothing: their own workers, which are woken, come first.
+    and then, and only while its own has nothing and `may_borrow` says so: their own workers, which are woken, come
+    first.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Puller:
         take: Callable[[Delivery], None],
         ageing_s: float,
         config: Callable[[], Config] = Config,
+        may_borrow: Callable[[], bool] = lambda: True,
     ) -> None:
         self._bus = bus
         self._queue = queue
@@ -76,6 +78,7 @@ class Puller:
         self._take = take
         self._ageing_s = ageing_s
         self._config = config
+        self._may_borrow = may_borrow
         self._shares: dict[str, Shares] = {}
         self._waiting: dict[QueueName, int] = {}
         self._woken: dict[QueueName, int] = {}
@@ -179,6 +182,8 @@ class Puller:
 
     async def _fetch_next(self, num_tries: int, batch: int) -> list[Delivery]:
         for pool in self._pools():
+            if pool != self._pool and not self._may_borrow():
+                break
             deliveries = await self._fetch_from(pool, num_tries, batch)
             if deliveries:
                 return deliveries
