@@ -21,7 +21,7 @@ _RENEWALS_PER_ACK_WAIT: Final = 3
 
 class Held:
     """One held message. `execution` is set while the engine works on it, `is_waiting` while it does not fit,
-    `is_backing_off` while it is kept back, after a fault or since nobody could run it now, `is_suspect` while it is
+    `is_backing_off` while it is kept back, after a fault or since it can never run here, `is_suspect` while it is
     the one job here that may be what its engines fail of.
 
     `need_tokens` is the router's estimate, `listed_in` the number of the first beat that lists it. `is_void` once the

@@ -1,6 +1,5 @@
 """The other workers of one pool, by their heartbeats, read when somebody asks."""
 
-import asyncio
 import logging
 import time
 from typing import Final
@@ -9,14 +8,12 @@ from headrace.bus.connection import Bus
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.discipline.placement import WorkerView, view_of
 from headrace.errors import BrokerError
-from headrace.lifecycle import wait_first
 
 __all__ = ["Neighbours"]
 
 log = logging.getLogger(__name__)
 
 _FRESH_FOR_S: Final = 0.1
-_LOOK_S: Final = 0.15
 
 
 class Neighbours:
@@ -44,11 +41,3 @@ class Neighbours:
                     self._views.setdefault(beat.pool, []).append(view_of(beat))
             self._read_at = time.monotonic()
         return self._views.get(pool, [])
-
-    async def await_able(self, pool: str, need_tokens: int, *, until: float, stop: asyncio.Event) -> None:
-        """Wait for a worker of that pool that could ever run it, no longer than `until` (monotonic) or `stop`."""
-        while not stop.is_set() and time.monotonic() < until:
-            others = await self.of_pool(pool)
-            if any(other.could_ever_run(need_tokens) for other in others or ()):
-                return
-            await wait_first(stop, timeout_s=_LOOK_S)

@@ -51,7 +51,7 @@ _WATCH_EVERY_S: Final = 0.25
 _STOP_AGAIN_S: Final = 0.1
 _OWN_PAUSE_S: Final = 1.0
 _MAX_WAITERS: Final = 4
-_MAX_KEPT_BACK: Final = 256
+_MAX_KEPT_BACK: Final = 128
 """Requests kept back at once. They take no room, so nothing else would end the fetching of more."""
 _MAX_KEPT_BACK_TO_BORROW: Final = 64
 """The same for other pools' requests, so that those cannot keep a worker from its own."""

@@ -218,6 +218,28 @@ async def test_a_request_that_no_worker_could_hold_any_more_ends(broker_url: str
         await until(is_gone)
 
 
+async def test_small_requests_run_on_a_small_worker_behind_many_that_only_a_large_one_can_hold(
+    broker_url: str, prefix: str
+) -> None:
+    async with deployment(broker_url, prefix, grace_s=0.2) as running:
+        await running.worker(sim(kv_tokens=100, block_size=1), worker="small")
+        await running.worker(sim(kv_tokens=1000, block_size=1, tokens_per_second=10.0), worker="large")
+        async with sending(running) as jobs:
+            large = [await jobs.send(f"large{number}", max_tokens=900) for number in range(16)]
+
+            async def all_are_held() -> bool:
+                return len((await beat_of(running, "small")).held) >= 8
+
+            await until(all_are_held)
+            assert (await beat_of(running, "small")).waiting == 0
+            for number in range(10):
+                await jobs.send(f"small{number}", max_tokens=2)
+                await jobs.until_started(f"small{number}", timeout_s=2.0)
+                assert jobs.worker_of[f"small{number}"] == "small"
+            for task in large:
+                task.cancel()
+
+
 async def test_what_only_a_large_worker_can_run_goes_on_when_that_one_starts_again(
     broker_url: str, prefix: str
 ) -> None:
