@@ -262,6 +262,22 @@ async def test_what_only_a_large_worker_can_run_goes_on_when_that_one_starts_aga
         assert jobs.worker_of["long"] == "again"
 
 
+async def test_what_a_starting_worker_may_be_able_to_run_is_taken_in(broker_url: str, prefix: str) -> None:
+    async with deployment(broker_url, prefix) as running:
+        await running.worker(sim(kv_tokens=100, block_size=1), worker="small")
+        await running.worker(sim(kv_tokens=1000, block_size=1, start_s=2.0), worker="large", is_awaited=False)
+
+        async def is_starting() -> bool:
+            seen = await WorkersBucket(running.bus).get("large")
+            return seen is not None and seen.beat is not None and seen.beat.state == "Starting"
+
+        await until(is_starting)
+        async with sending(running) as jobs:
+            await jobs.send("job", max_tokens=500)
+            assert (await beat_of(running, "large")).state == "Starting"
+        assert jobs.worker_of == {"job": "large"}
+
+
 async def test_what_a_lending_worker_cannot_run_is_held_in_bounds_and_its_own_starts(
     broker_url: str, prefix: str
 ) -> None:
