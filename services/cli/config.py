@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -22,6 +23,9 @@ from headrace.settings import Settings
 __all__ = ["config"]
 
 _STYLES: Final = {"added": "green", "changed": "yellow", "removed": "red", "unchanged": "dim"}
+
+_BARE: Final = re.compile(r"[A-Za-z0-9_-]+\Z")
+"""Keys that TOML takes without quotes."""
 
 Action = Literal["added", "changed", "removed", "unchanged"]
 
@@ -143,7 +147,9 @@ def _shown(stored: list[StoredEntry]) -> dict[str, dict[str, Any]]:
 
 def _print(change: Change) -> None:
     out = console()
-    out.print(Text.assemble((f"{change.action:<10}", _STYLES[change.action]), safe(change.key)), soft_wrap=True)
+    out.print(
+        Text.assemble((f"{change.action:<10}", _STYLES[change.action]), safe(_as_table(change.key))), soft_wrap=True
+    )
     before, after = change.before or {}, change.after or {}
     for name in sorted({*before, *after}):
         if before.get(name) == after.get(name):
@@ -152,6 +158,12 @@ def _print(change: Change) -> None:
             if value is not None:
                 style = "red" if sign == "-" else "green"
                 out.print(Text(f"    {sign} {name} = {safe(_toml(value))}", style=style), soft_wrap=True)
+
+
+def _as_table(key: str) -> str:
+    """A key of the bucket as the table's name in a file."""
+    section, name = parse_key(key) or key.split(".", 1)
+    return f"{section}.{name if _BARE.match(name) else json.dumps(name, ensure_ascii=False)}"
 
 
 def _toml_file(shown: dict[str, dict[str, Any]]) -> str:

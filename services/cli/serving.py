@@ -45,7 +45,7 @@ def _tame_garbage_collection() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_GC_YOUNG, 20, 50)
+    gc.set_threshold(_GC_YOUNG, 20, 10)
 
 
 async def run_until(body: Callable[[asyncio.Event, asyncio.Event], Awaitable[None]]) -> bool:

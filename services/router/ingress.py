@@ -180,7 +180,9 @@ class Ingress:
                 return await self._full(incoming, wish, job, attempt, span)
             if result.is_unserved and not await queue.exists():
                 self._models.forget(job.model)
-                return Refusal(code="model_not_found", message="the model is not known here", param="model")
+                return Refusal(
+                    code="model_not_found", message=f"the model {job.model!r} is not known here", param="model"
+                )
             attempt.is_unclear = True
             if retries.is_over:
                 return Refusal(

@@ -101,13 +101,17 @@ class Models:
         num_unseen = sum(at > horizon for at in unseen)
         return num_startable(self.workers_of(model, pool), need_tokens) >= num_unseen
 
-    def workers_of(self, model: str, pool: str = DEFAULT_POOL) -> list[Heartbeat]:
-        """Live workers, not leaving, that may run a request of a pool: its own, and those of pools that lend to it."""
+    def workers_of(self, model: str, pool: str = DEFAULT_POOL, *, with_starting: bool = False) -> list[Heartbeat]:
+        """Live workers, not leaving, that may run a request of a pool: its own, and those of pools that lend to it.
+
+        One that is starting does not tell its limits yet.
+        """
+        states = ("Ready", "Busy", "Starting") if with_starting else ("Ready", "Busy")
         pools = self._view.config.model(model).servers_of(pool)
         return [
             beat
             for beat in self._workers.beats.values()
-            if beat.model == model and beat.pool in pools and beat.state in ("Ready", "Busy")
+            if beat.model == model and beat.pool in pools and beat.state in states
         ]
 
     def preferred(self, model: str, pool: str, hashes: Sequence[str], need_tokens: int) -> str | None:

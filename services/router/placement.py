@@ -42,7 +42,7 @@ class Placement:
         config = self._view.config
         model = config.resolve(name, job)
         if not await self._models.is_known(model):
-            return Refusal(code="model_not_found", message="the model is not known here", param="model")
+            return Refusal(code="model_not_found", message=f"the model {model!r} is not known here", param="model")
         queue = choose_queue(
             config,
             model,

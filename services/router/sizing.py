@@ -34,10 +34,11 @@ class Sizing:
 
     async def need_tokens(self, wish: Wish, data: bytes) -> int | Refusal:
         """KV tokens to the last token, or why no worker of the model could ever run it."""
-        workers = self._models.workers_of(wish.model, wish.queue.pool)
-        if not workers or wish.op == "embeddings":
+        workers = self._models.workers_of(wish.model, wish.queue.pool, with_starting=True)
+        ready = [beat for beat in workers if beat.state != "Starting"]  # one that starts may hold more, not longer ones
+        if not ready or wish.op == "embeddings":
             return self._need(wish, wish.request.num_prompt_tokens_estimate, None, workers)
-        max_model_len = _largest(beat.max_model_len for beat in workers)
+        max_model_len = _largest(beat.max_model_len for beat in ready)
         bound = self._need(wish, wish.request.num_prompt_tokens_bound, max_model_len, workers)
         if isinstance(bound, Refusal):  # perhaps too large: the bound is never below the truth, so count
             exact = await self._count(wish, data)

@@ -18,6 +18,7 @@ from headrace.bus.jobqueue import Delivery, JobQueue
 from headrace.discipline.affinity import RecentPrefixes, landmarks, prefix_hashes
 from headrace.discipline.placement import Placement, place
 from headrace.errors import BrokerError
+from headrace.lifecycle import wait_first
 from headrace.schemas import events
 from headrace.schemas.conversation import conversation_texts
 from headrace.schemas.endings import deadline_exceeded, faults_exhausted, queue_timeout
@@ -53,6 +54,8 @@ _LOOK_AROUND_S: Final = 0.15
 _LOOK_AROUNDS: Final = 6
 """Looks around after which its log is read again: it may have been cancelled, or its time be up."""
 _LENT_RETRY_S: Final = 2.0
+_MAY_RETURN_S: Final = 5.0
+"""How long one is kept that no live worker could ever run: the one that could may be about to start again."""
 _HOLE_READS: Final = 10
 _HOLE_PAUSE_S: Final = 0.2
 _FIRST_RETRY_S: Final = 0.5
@@ -313,7 +316,12 @@ class Handler:
             await self._hand_back(held, job, _FIRST_RETRY_S)
             return _Entry.GONE
         held.is_suspect = is_suspect
-        is_in = self._gate.enter(held, plan.need_tokens, is_interrupted=state.was_started)
+        can_run_here = self._gate.room.could_ever_fit(plan.need_tokens)
+        is_in = can_run_here and self._gate.enter(held, plan.need_tokens, is_interrupted=state.was_started)
+        held.is_backing_off = not can_run_here
+        if not can_run_here:  # out of the way of those that can
+            self._gate.leave(held)
+            self._room_changed()
         for _ in range(_LOOK_AROUNDS):
             if self._settler.draining.is_set() or self._gate.is_paused:
                 await self._hand_back(held, job)
@@ -335,14 +343,17 @@ class Handler:
                     self._refund(held.delivery.queue, job.need_tokens)
                     await self._hand_back(held, job, _LENT_RETRY_S)
                     return _Entry.GONE
-                if where is Placement.NEVER:
+                if where is Placement.NEVER and time.monotonic() >= held.since + _MAY_RETURN_S:
                     is_ended = await self._settler.end(held, job, state, self._too_large(plan), span)
                     return _Entry.GONE if is_ended else _Entry.AGAIN
                 if where is Placement.HAND_BACK:
                     self._refund(held.delivery.queue, job.need_tokens)
                     await self._hand_back(held, job, to=other)
                     return _Entry.GONE
-            is_in = await self._gate.let_in(held, timeout_s=_LOOK_AROUND_S)
+            if can_run_here:
+                is_in = await self._gate.let_in(held, timeout_s=_LOOK_AROUND_S)
+            else:
+                await wait_first(self._settler.draining, timeout_s=_LOOK_AROUND_S)
         return _Entry.IN if is_in else _Entry.AGAIN
 
     def _is_own(self, held: Held) -> bool:

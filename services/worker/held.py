@@ -21,8 +21,8 @@ _RENEWALS_PER_ACK_WAIT: Final = 3
 
 class Held:
     """One held message. `execution` is set while the engine works on it, `is_waiting` while it does not fit,
-    `is_backing_off` while it is kept back after a fault, `is_suspect` while it is the one job
-    here that may be what its engines fail of.
+    `is_backing_off` while it is kept back, after a fault or since it can never run here, `is_suspect` while it is
+    the one job here that may be what its engines fail of.
 
     `need_tokens` is the router's estimate, `listed_in` the number of the first beat that lists it. `is_void` once the
     worker lost its registration: then nothing more may be written for it, nor settled.
@@ -104,6 +104,11 @@ class HeldSet:
     def num_waiting(self) -> int:
         """Messages that do not fit now."""
         return sum(held.is_waiting for held in self._entries.values())
+
+    @property
+    def num_kept_back(self) -> int:
+        """Messages kept back for a while, which take no place here meanwhile."""
+        return sum(held.is_backing_off for held in self._entries.values())
 
     @property
     def has_suspect(self) -> bool:

@@ -34,6 +34,7 @@ _FRESH_S: Final = 0.01
 _HEAD_FOR_S: Final = 1.0
 """How long what is known of a queue's head may be true."""
 _MAX_INTERRUPTED: Final = 10_000
+_MAX_INTERRUPTED_QUEUES: Final = 256
 _MAX_HEADS: Final = 8
 """Heads looked at in one round."""
 
@@ -51,7 +52,8 @@ class Puller:
     A worker with room is a member of its pool's wake group, so that a new job wakes one worker that can run it; a
     full one leaves the group. What is known to wait is a hint: a fetch that finds nothing clears it. Which queue is
     next is the discipline's choice, over what this worker has served. Pools that its own lends to are looked at now
-    and then, and only while its own has nothing: their own workers, which are woken, come first.
+    and then, and only while its own has nothing and `may_borrow` says so: their own workers, which are woken, come
+    first.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Puller:
         take: Callable[[Delivery], None],
         ageing_s: float,
         config: Callable[[], Config] = Config,
+        may_borrow: Callable[[], bool] = lambda: True,
     ) -> None:
         self._bus = bus
         self._queue = queue
@@ -76,6 +79,7 @@ class Puller:
         self._take = take
         self._ageing_s = ageing_s
         self._config = config
+        self._may_borrow = may_borrow
         self._shares: dict[str, Shares] = {}
         self._waiting: dict[QueueName, int] = {}
         self._woken: dict[QueueName, int] = {}
@@ -106,7 +110,8 @@ class Puller:
 
     def note_interrupted(self, queue: QueueName, number: int) -> None:
         """So many requests that were running before stand at the head of the queue: they come before other queues."""
-        if queue in self._waiting and number > 0:
+        is_known = queue in self._waiting or len(self._interrupted) < _MAX_INTERRUPTED_QUEUES
+        if is_known and number > 0 and queue.pool == self._pool:
             self._interrupted[queue] = min(_MAX_INTERRUPTED, self._interrupted.get(queue, 0) + number)
 
     def refund(self, queue: QueueName, tokens: int) -> None:
@@ -182,6 +187,8 @@ class Puller:
 
     async def _fetch_next(self, batch: int) -> list[Delivery]:
         for pool in self._pools():
+            if pool != self._pool and not self._may_borrow():
+                break
             deliveries = await self._fetch_from(pool, batch)
             if deliveries:
                 return deliveries
@@ -193,13 +200,13 @@ class Puller:
         queues = choice.order(views, shares, ageing_s=self._ageing_s)
         for queue in queues:
             limit = self._limit(queue, batch) if len(queues) == 1 else 1  # queues take turns message by message
-            num_wakes = self._woken.get(queue, 0)
+            num_wakes, num_noted = self._woken.get(queue, 0), self._interrupted.get(queue, 0)
             deliveries = await self._queue.fetch_many(queue, limit)
             for _ in range(_TRIES_AFTER_WAKE - 1 if num_wakes else 0):
                 if deliveries:
                     break
                 await asyncio.sleep(_TRY_AGAIN_S)
-                num_wakes = self._woken.get(queue, 0)
+                num_wakes, num_noted = self._woken.get(queue, 0), self._interrupted.get(queue, 0)
                 deliveries = await self._queue.fetch_many(queue, limit)
             if deliveries:
                 for delivery in deliveries:
@@ -209,15 +216,19 @@ class Puller:
                 self._waiting[queue] = max(0, self._waiting.get(queue, 0) - len(deliveries))
                 self._woken[queue] = max(0, self._woken.get(queue, 0) - len(deliveries))
                 self._heads.pop(queue, None)
-                # Redeliveries come first, so one that is none says that no more of them wait.
-                num_left = self._interrupted.pop(queue, 0) - len(deliveries)
-                if num_left > 0 and deliveries[-1].num_delivered > 1:
-                    self._interrupted[queue] = num_left
+                # Redeliveries come first, so one that is none says that no more of those noted before wait.
+                is_redelivery = deliveries[-1].num_delivered > 1
+                self._forget_interrupted(queue, len(deliveries) if is_redelivery else num_noted)
                 return deliveries
             num_since = self._woken.get(queue, 0) - num_wakes  # woken while it was asked
             self._waiting[queue] = self._woken[queue] = num_since
-            self._interrupted.pop(queue, None)
+            self._forget_interrupted(queue, num_noted)
         return []
+
+    def _forget_interrupted(self, queue: QueueName, number: int) -> None:
+        num_left = self._interrupted.pop(queue, 0) - number
+        if num_left > 0:
+            self._interrupted[queue] = num_left
 
     def _limit(self, queue: QueueName, batch: int) -> int:
         """As many as we were woken for, since each wake goes to one worker; else twice as many as came at last."""

@@ -52,6 +52,10 @@ _STOP_AGAIN_S: Final = 0.1
 _OWN_PAUSE_S: Final = 1.0
 _MAX_WAITERS: Final = 4
 """Requests held that do not fit now, so that smaller ones behind them are found."""
+_MAX_KEPT_BACK: Final = 128
+"""Requests kept back at once. They take no room, so nothing else would end the fetching of more."""
+_MAX_KEPT_BACK_TO_BORROW: Final = 64
+"""The same for other pools' requests, so that those cannot keep a worker from its own."""
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,6 +136,7 @@ class Worker:
             pool=options.pool,
             fetchable_tokens=self._fetchable_tokens,
             num_fetchable=self._num_fetchable,
+            may_borrow=lambda: self._held.num_kept_back < _MAX_KEPT_BACK_TO_BORROW,
             take=self._take,
             ageing_s=self._settings.ageing_s,
             config=lambda: self._view.config,
@@ -249,7 +254,7 @@ class Worker:
 
     def _fetchable_tokens(self) -> int:
         """KV tokens that a job fetched now may need to start at once; 0: fetch nothing."""
-        if not self._is_up() or not self._heart.is_fresh:
+        if not self._is_up() or not self._heart.is_fresh or self._held.num_kept_back >= _MAX_KEPT_BACK:
             return 0
         return fetchable_tokens(
             self._promised_room(), self._gate.waiters, ageing_s=self._settings.ageing_s, max_waiters=_MAX_WAITERS

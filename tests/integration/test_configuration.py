@@ -164,6 +164,7 @@ async def test_the_command_applies_a_file_and_gives_it_back(bus: Bus, tmp_path: 
     assert applied.exit_code == 0, applied.output
     assert applied.output == dry.output
     assert "added     tenants.acme\n    + max_in_flight = 20\n    + weight = 3.0\n" in applied.output
+    assert 'added     models."org/m-3.1"\n' in applied.output
     assert await max_messages(bus, "org/m-3.1") == 500
 
     again = await run(bus, "config", "apply", str(file), "--json")

@@ -169,7 +169,7 @@ async def test_a_replay_follows_the_answer_and_keeps_what_the_request_asked_for(
 async def test_a_refused_replay_keeps_the_dead_letter(running: Deployment, headrace: Headrace) -> None:
     await write_dead_letter(running.bus, job(1, model="gone"), reason="test", attempts=3, faults=[])
     result = await headrace.run("jobs", "replay", "j1", "--remove", code=1)
-    assert "the model is not known here" in result.stderr
+    assert "the model 'gone' is not known here" in result.stderr
     assert (await headrace.json("jobs", "dead"))["total"] == 1
 
 

@@ -218,6 +218,88 @@ async def test_a_request_that_no_worker_could_hold_any_more_ends(broker_url: str
         await until(is_gone)
 
 
+async def test_small_requests_run_on_a_small_worker_behind_many_that_only_a_large_one_can_hold(
+    broker_url: str, prefix: str
+) -> None:
+    async with deployment(broker_url, prefix, grace_s=0.2) as running:
+        await running.worker(sim(kv_tokens=100, block_size=1), worker="small")
+        await running.worker(sim(kv_tokens=1000, block_size=1, tokens_per_second=10.0), worker="large")
+        async with sending(running) as jobs:
+            large = [await jobs.send(f"large{number}", max_tokens=900) for number in range(16)]
+
+            async def all_are_held() -> bool:
+                return len((await beat_of(running, "small")).held) >= 8
+
+            await until(all_are_held)
+            assert (await beat_of(running, "small")).waiting == 0
+            for number in range(10):
+                await jobs.send(f"small{number}", max_tokens=2)
+                await jobs.until_started(f"small{number}", timeout_s=2.0)
+                assert jobs.worker_of[f"small{number}"] == "small"
+            for task in large:
+                task.cancel()
+
+
+async def test_what_only_a_large_worker_can_run_goes_on_when_that_one_starts_again(
+    broker_url: str, prefix: str
+) -> None:
+    async with deployment(broker_url, prefix) as running:
+        await running.monitor()
+        await running.worker(sim(kv_tokens=100, block_size=1), worker="small")
+        large = await running.worker(sim(kv_tokens=1000, block_size=1, tokens_per_second=100.0), worker="large")
+        async with sending(running) as jobs:
+            await jobs.send("long", max_tokens=300)
+            await jobs.until_started("long")
+            await large.kill()
+
+            async def is_kept() -> bool:
+                return len((await beat_of(running, "small")).held) == 1
+
+            await until(is_kept)
+            assert (await beat_of(running, "small")).waiting == 0, "it takes no place from those that can run there"
+            await running.worker(sim(kv_tokens=1000, block_size=1), worker="again")
+        assert jobs.done == ["long"]
+        assert jobs.worker_of["long"] == "again"
+
+
+async def test_what_a_starting_worker_may_be_able_to_run_is_taken_in(broker_url: str, prefix: str) -> None:
+    async with deployment(broker_url, prefix) as running:
+        await running.worker(sim(kv_tokens=100, block_size=1), worker="small")
+        await running.worker(sim(kv_tokens=1000, block_size=1, start_s=2.0), worker="large", is_awaited=False)
+
+        async def is_starting() -> bool:
+            seen = await WorkersBucket(running.bus).get("large")
+            return seen is not None and seen.beat is not None and seen.beat.state == "Starting"
+
+        await until(is_starting)
+        async with sending(running) as jobs:
+            await jobs.send("job", max_tokens=500)
+            assert (await beat_of(running, "large")).state == "Starting"
+        assert jobs.worker_of == {"job": "large"}
+
+
+async def test_what_a_lending_worker_cannot_run_is_held_in_bounds_and_its_own_starts(
+    broker_url: str, prefix: str
+) -> None:
+    async with deployment(broker_url, prefix, grace_s=0.2) as running:
+        await ensure_provisioned(running.bus)
+        await configure(running, f'[models.{MODEL}]\npools = [{{ name = "chat", lends_to = ["default"] }}]\n')
+        await ensure_jobs_stream(running.bus, MODEL)
+        async with sending(running) as jobs:
+            large = [await jobs.send(f"large{number}", max_tokens=900) for number in range(100)]
+            await running.worker(sim(kv_tokens=100, block_size=1), worker="lender", pool="chat")
+
+            async def is_keeping() -> bool:
+                return len((await beat_of(running, "lender")).held) >= 64
+
+            await until(is_keeping)
+            await jobs.send("own", max_tokens=1, pool="chat")
+            await jobs.until_started("own", timeout_s=2.0)
+            assert len((await beat_of(running, "lender")).held) < 64 + 16
+            for task in large:
+                task.cancel()
+
+
 async def test_above_the_high_water_mark_nothing_is_fetched(broker_url: str, prefix: str) -> None:
     async with deployment(broker_url, prefix, grace_s=0.5) as running:
         engine = sim(kv_tokens=1000, block_size=1, max_concurrency=4)
