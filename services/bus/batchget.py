@@ -57,9 +57,9 @@ async def batch_get(
     return [message async for message in found]
 
 
-async def multi_last(bus: Bus, stream: str, subject: str) -> list[Msg]:
-    """The last message of each subject that matches (at most 1,024; the broker answers 413 beyond)."""
-    return await _request_many(bus, stream, {"multi_last": [subject]})
+async def multi_last(bus: Bus, stream: str, *subjects: str) -> list[Msg]:
+    """The last message of each subject that matches one of these (at most 1,024; the broker answers 413 beyond)."""
+    return await _request_many(bus, stream, {"multi_last": list(subjects)})
 
 
 async def _request_many(bus: Bus, stream: str, payload: dict[str, Any]) -> list[Msg]:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -16,6 +16,7 @@ from headrace.bus.jobqueue import JobQueue
 from headrace.errors import BrokerError
 from headrace.monitor.judgement import Remedied, Remedy, judge_listed
 from headrace.schemas import events
+from headrace.schemas.events import Event
 from headrace.schemas.states import JobState, fold
 from headrace.schemas.subjects import QueueName
 from headrace.schemas.workers import Heartbeat, HeldRequest, SeenBeat
@@ -71,7 +72,12 @@ class Evictor:
         """
         for first in range(0, len(beat.held), _AT_A_TIME):
             some = beat.held[first : first + _AT_A_TIME]
-            states = await asyncio.gather(*(self._requeue(held, beat) for held in some))
+            try:
+                lasts = await self._log.last_of([(held.tenant, held.job) for held in some])
+            except BrokerError as error:
+                log.warning("the logs of worker %s's jobs are left to the sweep: %s", beat.worker, error)
+                return
+            states = await asyncio.gather(*(self._requeue(held, beat, lasts) for held in some))
             to_nak: dict[QueueName, list[HeldRequest]] = defaultdict(list)
             for held, is_ours in zip(some, states, strict=True):
                 queue = QueueName.from_consumer(held.consumer)
@@ -120,11 +126,13 @@ class Evictor:
             self._queues[model] = JobQueue(self._bus, model)
         return self._queues[model]
 
-    async def _requeue(self, held: HeldRequest, beat: Heartbeat) -> bool:
+    async def _requeue(self, held: HeldRequest, beat: Heartbeat, lasts: Mapping[tuple[str, str], Event]) -> bool:
         """Whether the message is now to be handed back: its job is requeued, or never started."""
+        last = lasts.get((held.tenant, held.job))
         try:
-            for _ in range(_MAX_APPENDS):
-                last = await self._log.last(held.tenant, held.job)
+            for number in range(_MAX_APPENDS):
+                if number:
+                    last = await self._log.last(held.tenant, held.job)
                 state = fold([last]) if last is not None else JobState()  # it names the owner, which is enough here
                 remedied = judge_listed(state, worker=beat.worker, epoch=beat.epoch)
                 if remedied.remedy is not Remedy.REQUEUE:

@@ -449,8 +449,9 @@ class ModelBroker:
             found = self._seen(stream, subject, cut, is_stale=is_stale)[-1:]
         elif "multi_last" in payload:
             last: dict[str, Stored] = {}
-            for message in self._seen(stream, payload["multi_last"][0], cut, is_stale=is_stale):
-                last[message.subject] = message
+            for wanted in payload["multi_last"]:
+                for message in self._seen(stream, wanted, cut, is_stale=is_stale):
+                    last[message.subject] = message
             found = sorted(last.values(), key=lambda each: each.seq)
         elif "next_by_subj" in payload:
             everything = self._seen(stream, payload["next_by_subj"], cut, is_stale=is_stale)
