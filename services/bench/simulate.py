@@ -133,6 +133,8 @@ def simulate_command(
     A trace has a JSON object per line: time_s, prompt_tokens, output_tokens, and if wanted max_tokens (1024), tenant,
     lane, prefix (a name) with prefix_tokens. docs/simulator.md says more.
     """  # noqa: D301  # click reads the backspaces
+    if trace_file is None and warmup >= duration:
+        raise click.BadParameter(f"{warmup:g} s leaves nothing of --duration {duration:g}", param_hint="--warmup")
     with Progress() as progress:
         if plots is not None:
             _write_plots(plots, progress)

@@ -161,3 +161,9 @@ def test_the_command_names_what_is_wrong(tmp_path: Path, arguments: list[str], w
     result = CliRunner().invoke(simulate_command, [each.replace("{bad}", str(bad)) for each in arguments])
     assert result.exit_code != 0
     assert what in " ".join(result.output.split())
+
+
+def test_a_warmup_that_leaves_nothing_is_refused() -> None:
+    result = CliRunner().invoke(simulate_command, ["--duration", "5", "--warmup", "5"])
+    assert result.exit_code == 2
+    assert "leaves nothing of --duration 5" in result.output
