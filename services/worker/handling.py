@@ -1,7 +1,6 @@
 """From a fetched message to its settlement: the I/O around the decisions of W1."""
 
 import asyncio
-import enum
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -16,9 +15,7 @@ from headrace.bus.heartbeats import WorkersBucket
 from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import Delivery, JobQueue
 from headrace.discipline.affinity import RecentPrefixes, landmarks, prefix_hashes
-from headrace.discipline.placement import Placement, place
 from headrace.errors import BrokerError
-from headrace.lifecycle import wait_first
 from headrace.schemas import events
 from headrace.schemas.conversation import conversation_texts
 from headrace.schemas.endings import deadline_exceeded, faults_exhausted, queue_timeout
@@ -33,6 +30,7 @@ from headrace.telemetry.names import EVENT_REQUEUED, HEADRACE_REASON
 from headrace.worker.appending import Appended
 from headrace.worker.claim import Action, Decision, Situation, decide
 from headrace.worker.engines.base import Engine
+from headrace.worker.entrance import Entrance, Entry
 from headrace.worker.execution import Claimed, Execution, Outcome, ResultKind
 from headrace.worker.gate import Gate
 from headrace.worker.held import Held, HeldSet
@@ -49,27 +47,12 @@ _MAX_REFUSED: Final = 8
 """Refused appends that send us back to the top before the message is dropped."""
 _MAX_READS: Final = 8
 """Logs read at a time: of many jobs that come at once the first runs while the last is read, as they came."""
-_LOOK_AROUND_S: Final = 0.15
-"""How often one that does not fit here looks for a worker where it would start."""
-_LOOK_AROUNDS: Final = 6
-"""Looks around after which its log is read again: it may have been cancelled, or its time be up."""
-_LENT_RETRY_S: Final = 2.0
-_MAY_RETURN_S: Final = 5.0
-"""How long one is kept that no live worker could ever run: the one that could may be about to start again."""
 _HOLE_READS: Final = 10
 _HOLE_PAUSE_S: Final = 0.2
 _FIRST_RETRY_S: Final = 0.5
 _BUSY_RETRY_S: Final = 0.25
 _MAX_RETRY_S: Final = 30.0
 _SERVICE_TIME_WEIGHT: Final = 0.1
-
-
-class _Entry(enum.Enum):
-    """What came of asking for a place in the engine's memory."""
-
-    IN = "in"
-    AGAIN = "again"
-    GONE = "gone"
 
 
 class Handler:
@@ -105,11 +88,8 @@ class Handler:
         self._log = JobLog(bus)
         self._bucket = WorkersBucket(bus)
         self._queue = queue
-        self._pool = pool
-        self._servers_of = servers_of
         self._engine = engine
         self._gate = gate
-        self._neighbours = neighbours
         self._served = served
         self._held = held
         self._identity = identity
@@ -118,6 +98,17 @@ class Handler:
         self._refund = refund
         self._planner = Planner(engine, default_max_tokens=bus.settings.default_max_tokens)
         self._settler = Settler(bus, queue=queue, held=held, identity=identity, job_ended=job_ended)
+        self._entrance = Entrance(
+            gate=gate,
+            neighbours=neighbours,
+            settler=self._settler,
+            held=held,
+            pool=pool,
+            max_faults=bus.settings.max_attempts,
+            servers_of=servers_of,
+            refund=refund,
+            room_changed=room_changed,
+        )
         self._reading = asyncio.Semaphore(_MAX_READS)
         self.seconds_per_job: float | None = None
 
@@ -170,7 +161,7 @@ class Handler:
                     by=state.owner,
                 )
                 await self._settler.writer(job, state).append(event)
-            await self._hand_back(held, job, _FIRST_RETRY_S)
+            await self._entrance.hand_back(held, job, _FIRST_RETRY_S)
         except (BrokerError, TimeoutError) as error:
             log.warning("job %s: %s; the broker will deliver it again", job.job, error)
 
@@ -183,7 +174,7 @@ class Handler:
         """Follow W1 until a row is the last; each pass begins with a fresh read of the log."""
         if self._is_for_another(held, job):
             self._refund(held.delivery.queue, job.need_tokens)
-            await self._hand_back(held, job, to=job.preferred)
+            await self._entrance.hand_back(held, job, to=job.preferred)
             return
         plan: Plan | None = None
         num_refused = 0
@@ -196,7 +187,7 @@ class Handler:
                 if plan is None:
                     planned = await self._planner.plan(job)
                     if isinstance(planned, NotNow):
-                        await self._hand_back(held, job, _BUSY_RETRY_S if planned.is_busy else _FIRST_RETRY_S)
+                        await self._entrance.hand_back(held, job, _BUSY_RETRY_S if planned.is_busy else _FIRST_RETRY_S)
                         return
                     if isinstance(planned, Refusal):
                         if await self._settler.end(held, job, state, planned, span):
@@ -204,10 +195,10 @@ class Handler:
                         num_refused += 1
                         continue
                     plan = planned
-                entry = await self._enter(held, job, plan, state, span)
-                if entry is _Entry.GONE:
+                entry = await self._entrance.enter(held, job, plan, state, span)
+                if entry is Entry.GONE:
                     return
-                if entry is _Entry.AGAIN:
+                if entry is Entry.AGAIN:
                     continue
                 if decision.action is Action.RUN:
                     await self._run(held, job, plan, state, read, span)
@@ -306,66 +297,6 @@ class Handler:
             )
         )
 
-    async def _enter(self, held: Held, job: Job, plan: Plan, state: JobState, span: Span) -> _Entry:
-        """Get it a place in the engine's memory, here or with another worker.
-
-        AGAIN: it waits in its place, and its log should be read before it waits on. GONE: nothing is left to do here.
-        """
-        is_suspect = state.is_suspect(max_faults=self._settings.max_attempts)
-        if is_suspect and not held.is_suspect and self._held.has_suspect:
-            await self._hand_back(held, job, _FIRST_RETRY_S)
-            return _Entry.GONE
-        held.is_suspect = is_suspect
-        can_run_here = self._gate.room.could_ever_fit(plan.need_tokens)
-        is_in = can_run_here and self._gate.enter(held, plan.need_tokens, is_interrupted=state.was_started)
-        held.is_backing_off = not can_run_here
-        if not can_run_here:  # out of the way of those that can
-            self._gate.leave(held)
-            self._room_changed()
-        for _ in range(_LOOK_AROUNDS):
-            if self._settler.draining.is_set() or self._gate.is_paused:
-                await self._hand_back(held, job)
-                return _Entry.GONE
-            if is_in:
-                return _Entry.IN
-            if held.is_void:
-                return _Entry.GONE
-            others = await self._neighbours.of_pools(self._servers_of(held.delivery.queue.pool))
-            if others is not None and held not in self._gate:
-                where, other = place(
-                    plan.need_tokens,
-                    self._gate.room,
-                    others,
-                    num_delivered=held.delivery.num_delivered,
-                    held_s=time.monotonic() - held.since,
-                )
-                if where is Placement.NEVER and not self._is_own(held):  # its own pool's workers may come yet
-                    self._refund(held.delivery.queue, job.need_tokens)
-                    await self._hand_back(held, job, _LENT_RETRY_S)
-                    return _Entry.GONE
-                if where is Placement.NEVER and time.monotonic() >= held.since + _MAY_RETURN_S:
-                    is_ended = await self._settler.end(held, job, state, self._too_large(plan), span)
-                    return _Entry.GONE if is_ended else _Entry.AGAIN
-                if where is Placement.HAND_BACK:
-                    self._refund(held.delivery.queue, job.need_tokens)
-                    await self._hand_back(held, job, to=other)
-                    return _Entry.GONE
-            if can_run_here:
-                is_in = await self._gate.let_in(held, timeout_s=_LOOK_AROUND_S)
-            else:
-                await wait_first(self._settler.draining, timeout_s=_LOOK_AROUND_S)
-        return _Entry.IN if is_in else _Entry.AGAIN
-
-    def _is_own(self, held: Held) -> bool:
-        return held.delivery.queue.pool == self._pool
-
-    def _too_large(self, plan: Plan) -> Refusal:
-        return Refusal(
-            code="exceeds_capacity",
-            message=f"the request needs {plan.need_tokens} KV tokens; no worker that may run it has that many, "
-            f"this one has {self._gate.room.capacity_tokens}",
-        )
-
     async def _claim_and_run(
         self, held: Held, job: Job, plan: Plan, state: JobState, read: list[Event], span: Span
     ) -> bool:
@@ -460,14 +391,7 @@ class Handler:
             delay_s = _BUSY_RETRY_S
         elif outcome.is_fault:
             delay_s = min(_FIRST_RETRY_S * 2 ** len(state.faults), _MAX_RETRY_S)
-        await self._hand_back(held, job, delay_s)
-
-    async def _hand_back(self, held: Held, job: Job, delay_s: float = 0.0, *, to: str | None = None) -> None:
-        held.is_suspect = False
-        held.is_backing_off = True
-        self._gate.leave(held)
-        self._room_changed()
-        await self._settler.hand_back(held, job, delay_s=delay_s, to=to)
+        await self._entrance.hand_back(held, job, delay_s)
 
     async def _history(self, job: Job, state: JobState, read: list[Event]) -> tuple[Event, ...] | None:
         """All events up to our own `started`, whole; None where the log has a hole that stays.
