@@ -15,7 +15,7 @@ from headrace.bus.jobqueue import JobQueue
 from headrace.bus.keyvalue import Bucket
 from headrace.bus.provision import ensure_jobs_stream, ensure_provisioned
 from headrace.client import Accepted, Client, Done, Started
-from headrace.errors import JobFailedError
+from headrace.errors import JobFailedError, RequestError
 from headrace.schemas.config_text import decode_file, encode_entry, entries_of
 from headrace.schemas.subjects import QueueName
 from headrace.schemas.workers import Heartbeat
@@ -521,3 +521,19 @@ async def test_little_free_memory_beside_an_engine_that_took_its_own_changes_not
 
             await until(third_waits)
             await jobs.until_started("c")
+
+
+async def test_the_eleventh_of_ten_is_refused_and_ten_are_held(broker_url: str, prefix: str) -> None:
+    """QUE-5: a limit of 10 with the only slot blocked."""
+    async with deployment(broker_url, prefix, queue_limit=10, grace_s=0.2) as running:
+        await running.worker(sim(tokens_per_second=5.0), worker="w", max_concurrency=1)
+        async with sending(running) as jobs:
+            tasks = [await jobs.send(f"job{number}", max_tokens=600) for number in range(10)]
+            await jobs.until_started("job0")
+            with pytest.raises(RequestError) as refused:
+                await running.client.complete(model=MODEL, prompt="x", max_tokens=1)
+            assert refused.value.code == "queue_full"
+            assert (refused.value.retry_after_s or 0) >= 1
+            assert sum((await JobQueue(running.bus, MODEL).counts()).values()) == 10
+            for task in tasks:
+                task.cancel()
