@@ -10,6 +10,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from headrace.bus.connection import Bus
+from headrace.bus.following import following
 from headrace.bus.keyvalue import Bucket, KeyValue
 from headrace.errors import BrokerError, NotProvisionedError
 from headrace.schemas.config import AliasConfig, Config, ModelConfig, TenantConfig
@@ -82,18 +83,10 @@ class ConfigView:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Follow the bucket inside this context. Raises BrokerError where the first reading fails."""
-        subscription = await self._bus.subscribe(f"{self._bucket.prefix}>", cb=self._on_push)
-        try:
-            await self._read()
-            async with asyncio.TaskGroup() as group:
-                task = group.create_task(self._read_for_ever(), name="follow the configuration")
-                try:
-                    yield
-                finally:
-                    task.cancel()
-        finally:
-            if not self._bus.nc.is_closed:
-                await subscription.unsubscribe()
+        await self._read()
+        keys = f"{self._bucket.prefix}>"
+        async with following(self._bus, keys, on_push=self._on_push, look_for_ever=self._read_for_ever):
+            yield
 
     async def _on_push(self, message: Msg) -> None:
         self._pushed.set()  # the broker has not yet judged its compare-and-set, so it only says: look now

@@ -13,6 +13,8 @@ from nats.aio.msg import Msg
 
 from headrace.bus.batchget import multi_last
 from headrace.bus.connection import Bus, StoreResult
+from headrace.bus.following import following
+from headrace.bus.keyvalue import Bucket
 from headrace.errors import BrokerUnavailableError
 from headrace.schemas import subjects
 from headrace.schemas.workers import Heartbeat, SeenBeat, decode_heartbeat
@@ -32,6 +34,7 @@ class WorkersBucket:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
+        self._keys = Bucket(bus, bus.names.workers_bucket)
         self._stream = f"KV_{bus.names.workers_bucket}"
         self._subject = f"$KV.{bus.names.workers_bucket}"
 
@@ -44,12 +47,13 @@ class WorkersBucket:
         self, beat: Heartbeat, *, expected_revision: int, ttl_s: float, timeout_s: float | None = None
     ) -> StoreResult:
         """Write a beat if the key's revision is still `expected_revision`; it expires after `ttl_s` (1 s at least)."""
-        headers = {
-            subjects.HDR_EXPECTED_LAST_SUBJECT_SEQUENCE: str(expected_revision),
-            subjects.HDR_TTL: str(max(1, math.ceil(ttl_s))),
-        }
-        subject = f"{self._subject}.{beat.worker}"
-        return await self._bus.store(subject, msgspec.json.encode(beat), headers=headers, timeout_s=timeout_s)
+        return await self._keys.put(
+            beat.worker,
+            msgspec.json.encode(beat),
+            expected_revision=expected_revision,
+            ttl_s=max(1, math.ceil(ttl_s)),
+            timeout_s=timeout_s,
+        )
 
     async def get(self, worker: str) -> SeenBeat | None:
         """The key as it stands; None if it was never written, `beat` None if it expired."""
@@ -64,12 +68,7 @@ class WorkersBucket:
 
         What marks it as gone expires too: a listing holds 1,024 keys at most, and worker ids come and go.
         """
-        headers = {
-            subjects.HDR_EXPECTED_LAST_SUBJECT_SEQUENCE: str(expected_revision),
-            subjects.HDR_TTL: str(_REMOVED_TTL_S),
-            "KV-Operation": "DEL",
-        }
-        return await self._bus.store(f"{self._subject}.{worker}", b"", headers=headers)
+        return await self._keys.remove(worker, expected_revision=expected_revision, ttl_s=_REMOVED_TTL_S)
 
     async def list(self) -> dict[str, SeenBeat]:
         """All keys, by worker; expired ones come with `beat` None while their markers last."""
@@ -124,18 +123,9 @@ class WorkersView:
     async def running(self) -> AsyncIterator[None]:
         """Follow the bucket inside this context. Raises where the first listing fails."""
         await self._relist()
-        prefix = f"$KV.{self._bus.names.workers_bucket}."
-        subscription = await self._bus.subscribe(f"{prefix}*", cb=self._on_push)
-        try:
-            async with asyncio.TaskGroup() as group:
-                task = group.create_task(self._relist_for_ever(), name="relist workers")
-                try:
-                    yield
-                finally:
-                    task.cancel()
-        finally:
-            if not self._bus.nc.is_closed:
-                await subscription.unsubscribe()
+        beats = f"$KV.{self._bus.names.workers_bucket}.*"
+        async with following(self._bus, beats, on_push=self._on_push, look_for_ever=self._relist_for_ever):
+            yield
 
     async def _on_push(self, message: Msg) -> None:
         # A beat passes here before the broker has judged its compare-and-set, so it only says: look now.

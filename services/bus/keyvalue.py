@@ -70,9 +70,11 @@ class Bucket:
             headers[subjects.HDR_TTL] = str(ttl_s)
         return await self._bus.store(f"{self.prefix}{key}", value, headers=headers, timeout_s=timeout_s)
 
-    async def remove(self, key: str, *, expected_revision: int) -> StoreResult:
-        """Take a key away if its revision is still that."""
+    async def remove(self, key: str, *, expected_revision: int, ttl_s: int | None = None) -> StoreResult:
+        """Take a key away if its revision is still that; what marks it as gone lives `ttl_s`, or for good."""
         headers = {subjects.HDR_EXPECTED_LAST_SUBJECT_SEQUENCE: str(expected_revision), _HDR_OPERATION: "DEL"}
+        if ttl_s is not None:
+            headers[subjects.HDR_TTL] = str(ttl_s)
         return await self._bus.store(f"{self.prefix}{key}", b"", headers=headers)
 
     async def last_revision(self) -> int:

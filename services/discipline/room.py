@@ -39,7 +39,9 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
 
     def fits(self, need_tokens: int) -> bool:
         """Whether it can be carried to its last token beside what runs now."""
-        return self.has_slot and (self.free_tokens is None or need_tokens <= self.free_tokens)
+        if not self.has_slot:
+            return False
+        return self.capacity_tokens is None or self.reserved_tokens + need_tokens <= self.capacity_tokens
 
     def with_one_more(self, need_tokens: int) -> "Room":
         """The room after one more has started."""

@@ -23,7 +23,7 @@ class Ledger:
         return holder in self._needs
 
     def room(self, *, is_above_high_water: bool = False) -> Room:
-        """The same figures for the discipline."""
+        """The same figures for the discipline, which says what fits."""
         return Room(
             capacity_tokens=self.capacity_tokens,
             reserved_tokens=self.reserved_tokens,
@@ -42,29 +42,12 @@ class Ledger:
         """Requests holding a reservation."""
         return len(self._needs)
 
-    @property
-    def has_slot(self) -> bool:
-        """Whether one more request may run at all."""
-        if self.num_running >= self.max_concurrency:
-            return False
-        return self.capacity_tokens is None or self.reserved_tokens < self.capacity_tokens
-
-    def could_ever_fit(self, need_tokens: int) -> bool:
-        """Whether an empty worker could carry it to its last token."""
-        return self.capacity_tokens is None or need_tokens <= self.capacity_tokens
-
-    def fits(self, need_tokens: int) -> bool:
-        """Whether it can be carried to its last token beside what runs now."""
-        if self.num_running >= self.max_concurrency:
-            return False
-        return self.capacity_tokens is None or self.reserved_tokens + need_tokens <= self.capacity_tokens
-
     def reserve(self, holder: Hashable, need_tokens: int) -> None:
         """Reserve for whoever holds a message; a later holder of the same one is another.
 
         Raises ValueError if it does not fit or is reserved already.
         """
-        if holder in self._needs or not self.fits(need_tokens):
+        if holder in self._needs or not self.room().fits(need_tokens):
             raise ValueError(f"cannot reserve {need_tokens} tokens for {holder}")
         self._needs[holder] = need_tokens
 

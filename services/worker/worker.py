@@ -302,7 +302,7 @@ class Worker:
         self._puller.look()
 
     def _has_slots(self) -> bool:
-        return self._gate.room.has_slot and self._ledger.has_slot and not self._held.num_waiting
+        return self._gate.room.fits(1) and not self._held.num_waiting
 
     async def _on_reconnect(self) -> None:
         self._heart.changed()

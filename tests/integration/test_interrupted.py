@@ -2,19 +2,17 @@
 
 import asyncio
 
-import headrace.client
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.client import Requeued
 from tests.deployment import MODEL, deployment, sim, until
-from tests.integration.test_queue_discipline import Jobs, configure
+from tests.integration.test_queue_discipline import Jobs, configure, tenants
 
 
 async def test_an_interrupted_request_goes_on_before_other_queues_have_their_turn(broker_url: str, prefix: str) -> None:
     async with deployment(broker_url, prefix, worker_ttl_s=1.0, heartbeat_s=0.2) as running:
         await configure(running, "[tenants.a]\n[tenants.b]\n")
         async with (
-            headrace.client.connect(broker_url, tenant="a", settings=running.settings) as a,
-            headrace.client.connect(broker_url, tenant="b", settings=running.settings) as b,
+            tenants(running) as (a, b),
             asyncio.timeout(60),
             asyncio.TaskGroup() as group,
         ):

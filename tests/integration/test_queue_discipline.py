@@ -366,13 +366,22 @@ async def configure(running: Deployment, text: str) -> None:
     await asyncio.sleep(1.5)
 
 
+@contextlib.asynccontextmanager
+async def tenants(running: Deployment) -> AsyncIterator[tuple[Client, Client]]:
+    """Clients of the tenants a and b."""
+    async with (
+        headrace.client.connect(running.url, tenant="a", settings=running.settings) as a,
+        headrace.client.connect(running.url, tenant="b", settings=running.settings) as b,
+    ):
+        yield a, b
+
+
 async def test_a_tenant_that_comes_late_takes_turns(broker_url: str, prefix: str) -> None:
     """QUE-3: A queues 50, then B queues 5 of equal size; B's last starts by position 11."""
     async with deployment(broker_url, prefix) as running:
         await configure(running, "[tenants.a]\n[tenants.b]\n")
         async with (
-            headrace.client.connect(broker_url, tenant="a", settings=running.settings) as a,
-            headrace.client.connect(broker_url, tenant="b", settings=running.settings) as b,
+            tenants(running) as (a, b),
             asyncio.timeout(60),
             asyncio.TaskGroup() as group,
         ):
@@ -394,8 +403,7 @@ async def test_weights_of_three_to_one_give_tokens_three_to_one(broker_url: str,
     async with deployment(broker_url, prefix) as running:
         await configure(running, "[tenants.a]\nweight = 3\n[tenants.b]\n")
         async with (
-            headrace.client.connect(broker_url, tenant="a", settings=running.settings) as a,
-            headrace.client.connect(broker_url, tenant="b", settings=running.settings) as b,
+            tenants(running) as (a, b),
             asyncio.timeout(90),
             asyncio.TaskGroup() as group,
         ):

@@ -19,7 +19,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def reserve(self, sequence: int, need: int) -> None:
         has_room = self.capacity is None or sum(self.needs.values()) + need <= self.capacity
         should = sequence not in self.needs and len(self.needs) < self.max_concurrency and has_room
-        assert self.ledger.fits(need) == (len(self.needs) < self.max_concurrency and has_room)
+        assert self.ledger.room().fits(need) == (len(self.needs) < self.max_concurrency and has_room)
         try:
             self.ledger.reserve(sequence, need)
         except ValueError:
@@ -41,13 +41,14 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.capacity is None or self.ledger.reserved_tokens <= self.capacity
 
     @invariant()
-    def has_slot_says_whether_anything_could_be_added(self) -> None:
-        assert self.ledger.has_slot == self.ledger.fits(1)
+    def one_more_token_fits_where_a_slot_and_memory_are_left(self) -> None:
+        is_memory_left = self.capacity is None or self.ledger.reserved_tokens < self.capacity
+        assert self.ledger.room().fits(1) == (self.ledger.num_running < self.max_concurrency and is_memory_left)
 
     @invariant()
     def what_fits_now_could_always_fit(self) -> None:
         for need in (0, 1, 50, 200):
-            assert self.ledger.fits(need) <= self.ledger.could_ever_fit(need)
+            assert self.ledger.room().fits(need) <= self.ledger.room().could_ever_fit(need)
 
 
 TestLedger = LedgerMachine.TestCase

@@ -10,20 +10,20 @@ def test_exactly_what_memory_carries_runs() -> None:
     ledger = Ledger(capacity_tokens=1000, max_concurrency=8)
     ledger.reserve(1, 400)
     ledger.reserve(2, 400)
-    assert not ledger.fits(400)
-    assert ledger.fits(200)
+    assert not ledger.room().fits(400)
+    assert ledger.room().fits(200)
     assert (ledger.reserved_tokens, ledger.num_running) == (800, 2)
     ledger.release(1)
-    assert ledger.fits(400)
+    assert ledger.room().fits(400)
 
 
 def test_concurrency_and_memory_are_checked_together() -> None:
     ledger = Ledger(capacity_tokens=1000, max_concurrency=2)
     ledger.reserve(1, 10)
-    assert ledger.has_slot
+    assert ledger.room().fits(1)
     ledger.reserve(2, 10)
-    assert not ledger.has_slot
-    assert not ledger.fits(1)
+    assert not ledger.room().fits(1)
+    assert not ledger.room().fits(1)
     with pytest.raises(ValueError, match="cannot reserve 1 tokens for 3"):
         ledger.reserve(3, 1)
 
@@ -31,21 +31,21 @@ def test_concurrency_and_memory_are_checked_together() -> None:
 def test_no_slot_where_memory_is_full() -> None:
     ledger = Ledger(capacity_tokens=100, max_concurrency=4)
     ledger.reserve(1, 100)
-    assert not ledger.has_slot
+    assert not ledger.room().fits(1)
 
 
 def test_an_engine_that_does_not_tell_is_bounded_by_concurrency_alone() -> None:
     ledger = Ledger(capacity_tokens=None, max_concurrency=1)
-    assert ledger.could_ever_fit(10**9)
+    assert ledger.room().could_ever_fit(10**9)
     ledger.reserve(1, 10**9)
-    assert not ledger.fits(1)
+    assert not ledger.room().fits(1)
 
 
 def test_what_could_never_fit() -> None:
     ledger = Ledger(capacity_tokens=100, max_concurrency=4)
     ledger.reserve(1, 60)
-    assert ledger.could_ever_fit(100)
-    assert not ledger.could_ever_fit(101)
+    assert ledger.room().could_ever_fit(100)
+    assert not ledger.room().could_ever_fit(101)
 
 
 def test_a_message_is_reserved_once() -> None:
@@ -70,7 +70,7 @@ def test_a_capacity_that_shrinks_lets_nothing_more_in() -> None:
     ledger = Ledger(capacity_tokens=100, max_concurrency=4)
     ledger.reserve(1, 80)
     ledger.capacity_tokens = 50
-    assert not ledger.has_slot
-    assert not ledger.fits(0)
+    assert not ledger.room().fits(1)
+    assert not ledger.room().fits(0)
     ledger.release(1)
-    assert ledger.fits(50)
+    assert ledger.room().fits(50)
