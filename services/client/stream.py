@@ -9,9 +9,10 @@ from types import TracebackType
 from typing import Final, Self
 
 import msgspec
+from opentelemetry.context import Context
 
 from headrace import telemetry
-from headrace.bus.connection import Bus, Message, Subscription
+from headrace.bus.connection import DEFAULT_PENDING, Bus, Message, Pending, Subscription
 from headrace.bus.joblog import JobLog, event_of_republish
 from headrace.client.chain import Chain, Link
 from headrace.client.control import JobControl
@@ -72,6 +73,8 @@ class JobStream:
         job: str,
         submission: Submission | None,
         after: int = 0,
+        parent: Context | None = None,
+        max_pending: Pending = DEFAULT_PENDING,
     ) -> None:
         self.job = job
         self._bus = bus
@@ -79,6 +82,8 @@ class JobStream:
         self._tenant = tenant
         self._submission = submission
         self._after = after
+        self._parent = parent
+        self._max_pending = max_pending
         self._log = JobLog(bus)
         self._chain = Chain()
         self._early: deque[Event] = deque()
@@ -88,6 +93,11 @@ class JobStream:
         self._started_at = time.monotonic()
         self._ttft_s: float | None = None
         self._events: AsyncGenerator[StreamEvent, None] | None = None
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the job was there before: it is somebody else's request, or was sent earlier under the same id."""
+        return self._is_attached
 
     def __aiter__(self) -> AsyncIterator[StreamEvent]:
         if self._events is None:
@@ -114,7 +124,8 @@ class JobStream:
 
     async def _run(self) -> AsyncGenerator[StreamEvent, None]:
         submission = self._submission
-        subscription = await self._bus.subscribe(self._bus.names.job_inbox(self._tenant, self.job))
+        inbox = self._bus.names.job_inbox(self._tenant, self.job)
+        subscription = await self._bus.subscribe(inbox, max_pending=self._max_pending)
         try:
             with self._span(submission) as span:
                 if submission is not None:
@@ -131,12 +142,12 @@ class JobStream:
     def _span(self, submission: Submission | None) -> Span:
         attributes = job_attributes(job=self.job, tenant=self._tenant)
         if submission is None:
-            return telemetry.start_span("attach", attributes=attributes)
+            return telemetry.start_span("attach", parent=self._parent, attributes=attributes)
         return inference_span(
             submission.op,
             submission.model,
             provider="headrace",
-            parent=None,
+            parent=self._parent,
             is_streaming=submission.is_streaming,
             attributes=attributes,
         )
