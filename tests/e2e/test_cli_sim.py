@@ -47,7 +47,7 @@ async def start(state_dir: Path, *argv: str) -> asyncio.subprocess.Process:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HEADRACE_", "OTEL_"))}
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "headrace.cli", *argv,
-        env={**inherited, "HEADRACE_STATE_DIR": str(state_dir), "HEADRACE_GRACE_S": "5"},
+        env={**inherited, "HEADRACE_STATE_DIR": str(state_dir), "HEADRACE_GRACE_S": "5", "HEADRACE_HTTP_PORT": "0"},
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
 
@@ -138,7 +138,7 @@ async def test_a_first_session(up: Up) -> None:
 
 
 async def test_sigterm_leaves_no_process_and_a_clean_state_directory(up: Up) -> None:
-    assert len(up.children) == 5  # broker, router, monitor, two workers
+    assert len(up.children) == 6  # broker, router, monitor, gateway, two workers
     assert await up.end(signal.SIGTERM) == 0
     assert [pid for pid in up.children if is_alive(pid)] == []
     assert discover(up.state_dir) is None
@@ -148,7 +148,7 @@ async def test_sigterm_leaves_no_process_and_a_clean_state_directory(up: Up) -> 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the children of a killed process")
 async def test_sigkill_leaves_no_process(up: Up) -> None:
-    assert len(up.children) == 5
+    assert len(up.children) == 6
     assert await up.end(signal.SIGKILL) == -signal.SIGKILL
     await gone(up.children)
 
@@ -158,7 +158,7 @@ async def test_a_part_that_dies_is_started_again(up: Up) -> None:
     workers = {each["pid"] for each in now["workers"]}
     broker = discover(up.state_dir)
     assert broker is not None
-    for pid in set(up.children) - {broker.pid} - {min(workers)}:  # router, monitor and one worker
+    for pid in set(up.children) - {broker.pid} - {min(workers)}:  # router, monitor, gateway and one worker
         os.kill(pid, signal.SIGKILL)
     assert (await up.run("ask", "--max-tokens", "3", "hello")).strip()
 

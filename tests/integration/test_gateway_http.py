@@ -162,14 +162,14 @@ async def raw(gateway: Gateway, request: bytes) -> bytes:
 @pytest.mark.parametrize(
     "head",
     [
-        b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Request-Id: " + b"a" * (1 << 20) + b"\r\n\r\n",  # REQ-5
+        b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Request-Id: " + b"a" * (1 << 20) + b"\r\n\r\n",
         b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Request-Id: " + b"a" * (1 << 20),
         b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
         b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 20_000 + b"\r\n",
     ],
     ids=["long", "endless", "url", "many"],
 )
-async def test_heads_that_are_too_large(http: Http, head: bytes) -> None:
+async def test_heads_that_are_too_large(http: Http, head: bytes) -> None:  # REQ-5
     answer = await raw(http.gateway, head)
     assert answer.startswith(b"HTTP/1.1 431 ")
     assert b'"code":"header_too_large"' in answer
@@ -270,7 +270,7 @@ async def test_who_waits_is_told_where_it_stands(
 
 async def test_a_slow_first_token_is_no_silence(
     running: Deployment, http: Http, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> None:  # API-2
     monkeypatch.setattr(answers, "_COMMENT_EVERY_S", 0.2)
     await running.worker(sim(ttft_s=2.0))
     async with http.post({**HELLO, "max_tokens": 1, "stream": True}) as response:
