@@ -311,6 +311,10 @@ class Bus:
             queue.task_done()
         return message
 
+    def has_message(self, subscription: Subscription) -> bool:
+        """Whether `next_message` would return one at once."""
+        return not subscription._pending_queue.empty()
+
     def _too_large(self, data: bytes, headers: Mapping[str, str]) -> str:
         # The server answers a message beyond its limit with an error that ends the connection for good.
         size_bytes = len(data) + sum(len(name) + len(value) + 4 for name, value in headers.items()) + 16

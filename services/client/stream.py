@@ -87,7 +87,9 @@ class JobStream:
         self._log = JobLog(bus)
         self._chain = Chain()
         self._early: deque[Event] = deque()
+        self._num_repairing = 0
         self._num_chars = 0
+        self._subscription: Subscription | None = None
         self._accepted: AcceptedBody | None = None
         self._is_attached = submission is None
         self._started_at = time.monotonic()
@@ -96,8 +98,18 @@ class JobStream:
 
     @property
     def is_attached(self) -> bool:
-        """Whether the job was there before: it is somebody else's request, or was sent earlier under the same id."""
-        return self._is_attached
+        """Whether the job was there before: it is somebody else's request, or was sent earlier under the same id.
+
+        One under an id that was made up for this request is its own, also where its first sending got no answer.
+        """
+        return self._is_attached and not (self._submission is not None and self._submission.is_new_id)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the next event is here already, so that a reader may take it before it does anything slow. A hint."""
+        if self._num_repairing or self._early:
+            return True
+        return self._subscription is not None and self._bus.has_message(self._subscription)
 
     def __aiter__(self) -> AsyncIterator[StreamEvent]:
         if self._events is None:
@@ -125,7 +137,7 @@ class JobStream:
     async def _run(self) -> AsyncGenerator[StreamEvent, None]:
         submission = self._submission
         inbox = self._bus.names.job_inbox(self._tenant, self.job)
-        subscription = await self._bus.subscribe(inbox, max_pending=self._max_pending)
+        subscription = self._subscription = await self._bus.subscribe(inbox, max_pending=self._max_pending)
         try:
             with self._span(submission) as span:
                 if submission is not None:
@@ -204,7 +216,7 @@ class JobStream:
     async def _follow(self, subscription: Subscription) -> AsyncIterator[Event]:
         """Events in order, without a hole: live ones, and what is missing from the log."""
         if self._is_attached:
-            for event in await self._missing():
+            async for event in self._repair():
                 yield event
         silence_s = _SILENCE_FIRST_S
         while True:
@@ -212,7 +224,7 @@ class JobStream:
             if live is None:
                 silence_s = min(silence_s * 2, _SILENCE_MAX_S)
                 if await self._is_behind():
-                    for event in await self._missing():
+                    async for event in self._repair():
                         yield event
                 continue
             silence_s = _SILENCE_FIRST_S
@@ -221,7 +233,7 @@ class JobStream:
                 self._chain.take(live)
                 yield live
             elif link is not Link.KNOWN:
-                for event in await self._missing():
+                async for event in self._repair():
                     yield event
 
     async def _next_live(self, subscription: Subscription, silence_s: float) -> Event | None:
@@ -269,6 +281,12 @@ class JobStream:
                 ),
                 job=self.job,
             )
+
+    async def _repair(self) -> AsyncIterator[Event]:
+        events = await self._missing()
+        for number, event in enumerate(events, start=1):
+            self._num_repairing = len(events) - number
+            yield event
 
     async def _missing(self) -> list[Event]:
         """Read on from the log; empty while it cannot be read, which the next silence tries again."""

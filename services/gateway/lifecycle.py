@@ -19,6 +19,9 @@ __all__ = ["listening", "serve", "url_of"]
 
 _KEEP_ALIVE_S: Final = 75
 _BACKLOG: Final = 1024
+_SEND_BUFFER_BYTES: Final = 131_072
+"""What the kernel keeps for a client that reads slowly; without it, megabytes."""
+
 _LAST_WORDS_S: Final = 3.0
 """What streams get beyond the grace period to write their last frames."""
 
@@ -29,6 +32,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # each connection inherits it
         try:
             bound.bind((host, port))
             bound.listen(_BACKLOG)

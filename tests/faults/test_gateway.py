@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,20 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 
 import headrace.client
+from headrace.bus.connection import Pending
 from headrace.bus.server import BrokerInfo
 from headrace.cli.http import answers, free_port
 from headrace.client import Client
+from headrace.gateway import inference, lifecycle
 from headrace.lifecycle import ChildProcess
 from headrace.settings import Settings
-from tests.deployment import until
+from tests.deployment import deployment, sim, until
 from tests.faults.checking import sim_answer
 from tests.processes import part, serving
 
 MODEL = "sim-model"
 NUM_TOKENS = 60
+NUM_MANY_TOKENS = 10_000
 WITHIN_S = 30.0
 
 
@@ -153,3 +157,44 @@ async def test_a_gateway_that_is_told_to_stop_ends_with_what_is_open(
     assert read.text == sim_answer("end", NUM_TOKENS)
     async with asyncio.timeout(WITHIN_S):
         assert await fleet.gateways[one].wait() == 0
+
+
+async def test_a_client_that_reads_nothing_for_long_gets_it_all_and_holds_nobody_up(
+    broker_url: str, prefix: str, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:  # STR-8
+    monkeypatch.setattr(inference, "PENDING", Pending(messages=8, size_bytes=16_384))
+    monkeypatch.setattr(lifecycle, "_SEND_BUFFER_BYTES", 4096)
+
+    async def read(prompt: str) -> str:
+        reading = Read()
+        async with session.post(f"{gateway.url}/v1/completions", json=request(prompt)) as response:
+            await reading.take(response)
+        return reading.text
+
+    async def is_done() -> bool:
+        return (await running.client.status("slow")).state == "done"
+
+    async with deployment(broker_url, prefix) as running:
+        await running.worker(sim(tokens_per_second=4000.0, max_model_len=20_000, kv_tokens=1_000_000))
+        gateway = await running.gateway()
+        body = json.dumps({**request("slow"), "max_tokens": NUM_MANY_TOKENS}).encode()
+        loop = asyncio.get_running_loop()
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.setblocking(False)
+            await loop.sock_connect(connection, ("127.0.0.1", int(gateway.url.rpartition(":")[2])))
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Headrace-Id: slow\r\n"
+            await loop.sock_sendall(connection, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            prompts = [f"beside {number}" for number in range(10)]
+            texts = await asyncio.gather(*map(read, prompts))
+            assert list(texts) == [sim_answer(prompt, NUM_TOKENS) for prompt in prompts]
+            await until(is_done, timeout_s=WITHIN_S)
+            received = bytearray()
+            async with asyncio.timeout(WITHIN_S):
+                while not received.endswith(b"0\r\n\r\n"):
+                    received += await loop.sock_recv(connection, 65_536)
+    lines = [line for line in received.split(b"\n") if line.startswith(b"data: {")]
+    chunks = [json.loads(line[6:]) for line in lines]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == sim_answer("slow", NUM_MANY_TOKENS)
+    assert chunks[-1]["headrace"]["offset"] == NUM_MANY_TOKENS
+    assert b"data: [DONE]" in received[-40:]
