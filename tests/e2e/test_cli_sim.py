@@ -8,7 +8,9 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
 import pytest_asyncio
 
@@ -26,6 +28,7 @@ class Up:
         self.process = process
         self.state_dir = state_dir
         self.children: list[int] = []
+        self.http = ""
 
     async def run(self, *argv: str, code: int = 0) -> str:
         """Stdout of `headrace argv` against this deployment; it must end with `code`."""
@@ -63,6 +66,7 @@ async def running(state_dir: Path, *argv: str) -> AsyncIterator[Up]:
         async with asyncio.timeout(WITHIN_S):
             while UP_LINE not in (line := (await process.stdout.readline()).decode()):
                 assert line, (await draining).decode()
+        up.http = line.rpartition("HTTP ")[2].strip()
         up.children = children_of(process.pid)
         yield up
     finally:
@@ -116,6 +120,10 @@ async def test_a_first_session(up: Up) -> None:
         5,
     )
 
+    messages = [{"role": "user", "content": "hello"}]
+    said = await over_http(up, {"model": "sim", "messages": messages, "max_tokens": 5})
+    assert said["choices"][0]["message"]["content"] == answer["text"]
+
     now = json.loads(await up.run("status", "--json"))
     assert [(each["model"], each["engine"], each["state"], each["running"]) for each in now["workers"]] == [
         ("sim", "sim", "Ready", 0)
@@ -135,6 +143,14 @@ async def test_a_first_session(up: Up) -> None:
     assert await up.run("ask", "--model", "nonsense", "hello", code=1) == ""
     assert await up.run("jobs", "show", "nonsense", code=1) == ""
     await up.run("jobs", "cancel", "first", code=1)
+
+
+async def over_http(up: Up, body: dict[str, Any]) -> Any:
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=WITHIN_S)) as session,
+        session.post(f"{up.http}/v1/chat/completions", json=body) as response,
+    ):
+        return await response.json()
 
 
 async def test_sigterm_leaves_no_process_and_a_clean_state_directory(up: Up) -> None:
