@@ -10,7 +10,7 @@ from headrace.bus.provision import ensure_provisioned
 from headrace.bus.services import answering
 from headrace.errors import BrokerUnavailableError
 from headrace.gateway.app import make_app
-from headrace.gateway.lifecycle import listening, serve, url_of
+from headrace.gateway.lifecycle import allow_many_connections, listening, serve, url_of
 from headrace.gateway.watching import OpenRequests
 from headrace.lifecycle import unless_stopped
 
@@ -30,6 +30,7 @@ async def run_gateway(bus: Bus, *, stop: asyncio.Event) -> None:
     Raises HeadraceError where the port cannot be had, BrokerError if the broker is gone for good.
     """
     settings = bus.settings
+    allow_many_connections()
     open_requests = OpenRequests(limit=_MAX_OPEN_REQUESTS)
     with listening(settings.http_host, settings.http_port) as bound:
         if not await unless_stopped(ensure_provisioned(bus), stop):

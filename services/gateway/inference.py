@@ -8,7 +8,7 @@ from headrace.bus.connection import Bus
 from headrace.client import Client
 from headrace.errors import RequestError
 from headrace.gateway.answers import EventStream, WholeAnswer
-from headrace.gateway.limits import PENDING, read_body
+from headrace.gateway.limits import pending, read_body
 from headrace.gateway.requests import read_request, tenant_of
 from headrace.gateway.sse import Frames
 from headrace.gateway.watching import OpenRequests
@@ -46,7 +46,7 @@ class Inference:
             fallback=asked.fallback,
             is_streaming=asked.is_streaming,
             parent=telemetry.extract(request.headers),
-            max_pending=PENDING,
+            max_pending=pending(self._bus.max_data_bytes),
         )
         # Not given up half-way: a job that is accepted after its client has left could not be cancelled.
         accepted = await anext(aiter(stream))

@@ -9,7 +9,7 @@ from headrace.bus.connection import Bus
 from headrace.client import Client
 from headrace.errors import RequestError
 from headrace.gateway.answers import EventStream
-from headrace.gateway.limits import PENDING
+from headrace.gateway.limits import pending
 from headrace.gateway.requests import tenant_of
 from headrace.gateway.sse import Frames
 from headrace.gateway.watching import OpenRequests
@@ -47,7 +47,7 @@ class Jobs:
             request.path_params["job"],
             after=int(after),
             parent=telemetry.extract(request.headers),
-            max_pending=PENDING,
+            max_pending=pending(self._bus.max_data_bytes),
         )
         first = await anext(aiter(stream))
         has_usage = request.query_params.get("include_usage") == "true"

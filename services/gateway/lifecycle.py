@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import resource
 import socket
 from collections.abc import Iterator
 from typing import Final
@@ -15,7 +16,7 @@ from headrace.gateway.protocol import BoundedProtocol
 from headrace.gateway.watching import OpenRequests
 from headrace.lifecycle import wait_first
 
-__all__ = ["listening", "serve", "url_of"]
+__all__ = ["allow_many_connections", "listening", "serve", "url_of"]
 
 _KEEP_ALIVE_S: Final = 75
 _BACKLOG: Final = 1024
@@ -24,6 +25,14 @@ _SEND_BUFFER_BYTES: Final = 131_072
 
 _LAST_WORDS_S: Final = 3.0
 """What streams get beyond the grace period to write their last frames."""
+
+
+def allow_many_connections() -> None:
+    """Raise the process's soft limit of open files to the hard one: the usual 1,024 is below what one gateway holds."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # some systems name a hard limit that they do not grant
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @contextlib.contextmanager

@@ -9,10 +9,9 @@ from headrace.bus.connection import Pending
 from headrace.errors import RequestError
 from headrace.schemas.refusals import Refusal
 
-__all__ = ["PENDING", "read_body"]
+__all__ = ["pending", "read_body"]
 
-PENDING: Final = Pending(messages=1024, size_bytes=256 * 1024)
-"""What is kept of a stream for a client that reads slowly; the log has the rest."""
+_MAX_PENDING_MESSAGES: Final = 128
 
 
 _BODY_S: Final = 60.0
@@ -54,6 +53,14 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
     if is_too_large:
         raise _too_large(max_bytes)
     return b"".join(pieces)
+
+
+def pending(max_event_bytes: int) -> Pending:
+    """What is kept of a stream for a client that reads slowly; the log has the rest.
+
+    The bound in bytes leaves room for two of the largest events: one that alone is above it would never come in.
+    """
+    return Pending(messages=_MAX_PENDING_MESSAGES, size_bytes=2 * max_event_bytes)
 
 
 def _too_large(max_bytes: int) -> RequestError:

@@ -14,11 +14,10 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 
 import headrace.client
-from headrace.bus.connection import Pending
 from headrace.bus.server import BrokerInfo
 from headrace.cli.http import answers, free_port
 from headrace.client import Client
-from headrace.gateway import inference, lifecycle
+from headrace.gateway import lifecycle, limits
 from headrace.lifecycle import ChildProcess
 from headrace.settings import Settings
 from tests.deployment import deployment, sim, until
@@ -162,7 +161,7 @@ async def test_a_gateway_that_is_told_to_stop_ends_with_what_is_open(
 async def test_a_client_that_reads_nothing_for_long_gets_it_all_and_holds_nobody_up(
     broker_url: str, prefix: str, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # STR-8
-    monkeypatch.setattr(inference, "PENDING", Pending(messages=8, size_bytes=16_384))
+    monkeypatch.setattr(limits, "_MAX_PENDING_MESSAGES", 8)
     monkeypatch.setattr(lifecycle, "_SEND_BUFFER_BYTES", 4096)
 
     async def read(prompt: str) -> str:

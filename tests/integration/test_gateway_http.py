@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import io
 import json
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from headrace.bus.overview import overview
-from headrace.gateway import answers
+from headrace.gateway import answers, lifecycle, protocol
 from tests.deployment import MODEL, Deployment, Gateway, deployment, sim, until
 
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
@@ -51,7 +52,8 @@ async def running(broker_url: str, prefix: str) -> AsyncIterator[Deployment]:
 
 
 @pytest_asyncio.fixture
-async def http(running: Deployment) -> AsyncIterator[Http]:
+async def http(running: Deployment, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Http]:
+    monkeypatch.setattr(lifecycle, "_SEND_BUFFER_BYTES", 4096)  # so that little is enough to stall a connection
     async with asking(await running.gateway()) as client:
         yield client
 
@@ -175,6 +177,30 @@ async def test_heads_that_are_too_large(http: Http, head: bytes) -> None:  # REQ
     assert b'"code":"header_too_large"' in answer
     async with http.get("/healthz") as response:
         assert response.status == 200
+
+
+async def test_a_head_that_does_not_end_costs_the_connection(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_HEAD_S", 0.3)
+    for head in (b"", b"GET /healthz HTTP/1.1\r\nHost:"):
+        assert await raw(http.gateway, head) == b""
+
+
+async def test_a_client_that_takes_nothing_for_long_loses_its_connection_and_its_job(
+    running: Deployment, http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "_STALL_S", 0.5)
+    await running.worker(
+        sim(default_tokens=6000, tokens_per_second=1000, tokens_per_chunk=8, max_model_len=10_000, token_ids=True)
+    )
+    body = json.dumps({**HELLO, "n": 4, "stream": True, "max_tokens": 6000}).encode()
+    loop = asyncio.get_running_loop()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.setblocking(False)
+        await loop.sock_connect(connection, ("127.0.0.1", int(http.gateway.url.rpartition(":")[2])))
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-Headrace-Id: stalled\r\n"
+        await loop.sock_sendall(connection, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        await until(lambda: is_state(running, "stalled", "cancelled"), timeout_s=WITHIN_S)
 
 
 async def test_what_is_no_http(http: Http) -> None:
