@@ -1,6 +1,7 @@
 """HTTP/1.1 as uvicorn speaks it, within bounds of our own: on a request's head, and on clients that stand still."""
 
 import asyncio
+import re
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -17,6 +18,9 @@ _HEAD_S: Final = 20.0
 _LINGER_S: Final = 2.0
 _STALL_S: Final = 300.0
 
+_UPGRADE: Final = re.compile(rb"(?<=\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
+_END_OF_HEAD: Final = b"\r\n\r\n"
+
 _TOO_LARGE: Final = Refusal(
     code="header_too_large", message=f"The URL and the headers must have at most {MAX_HEAD_BYTES} bytes together."
 )
@@ -28,7 +32,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     A head that is too large is 431. After such an answer the connection stays open a moment, so that the client can
     read it: closing on unread data resets the connection. A head that does not come to its end in time, and a client
-    that takes nothing of its answer for minutes, lose their connection.
+    that takes nothing of its answer for minutes, lose their connection. An offer to change to another protocol, as some
+    clients make with every request, is ignored.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -36,6 +41,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._num_unfinished_bytes = 0
         self._is_in_head = False
+        self._is_in_body = False
         self._is_refused = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -55,7 +61,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_refused:
             return
         was_in_head = self._is_in_head
-        super().data_received(data)
+        super().data_received(data if self._is_in_body else _without_upgrade(data))
         if was_in_head and self._is_in_head and not self._is_refused:
             self._num_unfinished_bytes += len(data)
             if self._num_unfinished_bytes > MAX_HEAD_BYTES:
@@ -81,8 +87,14 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head is whole."""
         self._is_in_head = False
+        self._is_in_body = True
         self._stop_head_timer()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """What follows is the next head."""
+        self._is_in_body = False
+        super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Called for what is no HTTP, and for what `_count` has refused."""
@@ -135,3 +147,13 @@ class BoundedProtocol(HttpToolsProtocol):
     def _stop_timers(self) -> None:
         self._stop_head_timer()
         self._stop_stall_timer()
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """Bytes that begin in a head, with a header `Upgrade` in it called something else, of the same length.
+
+    The parser takes the bytes after such a head for another protocol and drops them, the request's body.
+    """
+    end = data.find(_END_OF_HEAD)
+    head, rest = (data, b"") if end < 0 else (data[:end], data[end:])
+    return _UPGRADE.sub(b"ignored", head) + rest if _UPGRADE.search(head) else data

@@ -203,6 +203,14 @@ async def test_a_client_that_takes_nothing_for_long_loses_its_connection_and_its
         await until(lambda: is_state(running, "stalled", "cancelled"), timeout_s=WITHIN_S)
 
 
+async def test_an_offer_of_another_protocol_is_ignored(running: Deployment, http: Http) -> None:
+    await running.worker()
+    offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABkAAQAoAAAAAIAAAAA"}
+    for _ in range(2):
+        async with http.post({**HELLO, "max_tokens": 2}, **offer) as response:
+            assert response.status == 200
+
+
 async def test_what_is_no_http(http: Http) -> None:
     answer = await raw(http.gateway, b"\x16\x03\x01\x02\x00\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")

@@ -1,4 +1,4 @@
-"""Tools, structured output, reasoning through every part: a scripted engine at one end, OpenAI's client at the other."""
+"""Tools, structured output, reasoning: a scripted engine at one end, OpenAI's own client at the other."""
 
 import json
 from typing import Any
