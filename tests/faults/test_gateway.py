@@ -21,6 +21,7 @@ from headrace.gateway import lifecycle, limits
 from headrace.lifecycle import ChildProcess
 from headrace.settings import Settings
 from tests.deployment import deployment, sim, until
+from tests.faults.broker import RestartableBroker
 from tests.faults.checking import sim_answer
 from tests.processes import part, serving
 
@@ -197,3 +198,51 @@ async def test_a_client_that_reads_nothing_for_long_gets_it_all_and_holds_nobody
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == sim_answer("slow", NUM_MANY_TOKENS)
     assert chunks[-1]["headrace"]["offset"] == NUM_MANY_TOKENS
     assert b"data: [DONE]" in received[-40:]
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+async def test_a_broker_that_is_away_for_a_while_is_waited_for(
+    prefix: str, tmp_path: Path, session: aiohttp.ClientSession, is_streaming: bool
+) -> None:
+    read = Read()
+    async with RestartableBroker(tmp_path) as broker, deployment(broker.info.url, prefix) as running:
+        await running.worker(sim(tokens_per_second=30.0))
+        gateway = await running.gateway()
+        body = {**request("wait"), "stream": is_streaming}
+        async with session.post(f"{gateway.url}/v1/completions", json=request("wait")) as response:
+            await read.take(response, until_offset=10)
+            await broker.end(signal.SIGKILL)
+            late = asyncio.create_task(post(session, gateway.url, body))
+            async with session.get(f"{gateway.url}/readyz") as probe:
+                assert probe.status == 503
+            await broker.start()
+            await read.take(response)
+        status, text = await late
+    assert read.text == sim_answer("wait", NUM_TOKENS)
+    assert status == 200
+    assert ("[DONE]" in text) if is_streaming else (sim_answer("wait", NUM_TOKENS) in text)
+
+
+async def post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[int, str]:
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        return response.status, await response.text()
+
+
+async def test_a_client_that_leaves_before_its_job_is_accepted_ends_it(
+    broker_url: str, prefix: str, session: aiohttp.ClientSession
+) -> None:
+    engine = sim(tokens_per_second=20.0)
+    async with deployment(broker_url, prefix, routers=0) as running:
+        await (await running.router()).stop()
+        await running.worker(engine)
+        gateway = await running.gateway()
+        body = {**request("early"), "max_tokens": 2000}
+        leaving = asyncio.create_task(post(session, gateway.url, body))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(leaving, 0.5)
+        await running.router()
+
+        async def has_ended() -> bool:
+            return engine.num_running == 0 and engine.num_started == engine.num_aborted == 1
+
+        await until(has_ended)
