@@ -61,6 +61,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     request_timeout_s: Annotated[float, msgspec.Meta(ge=0.1, le=60)] = 2.0
     retry_for_s: Annotated[float, msgspec.Meta(ge=0.1, le=300)] = 15.0
     broker_port: Port = 4222
+    http_host: str = "127.0.0.1"
     http_port: Port = 8080
     monitor_port: Port = 8081
     log_level: str = "info"

@@ -11,7 +11,9 @@ from nats.aio.msg import Msg
 import headrace.client
 from headrace.bus.connection import Bus, connect
 from headrace.bus.heartbeats import WorkersBucket
+from headrace.cli.http import answers, free_port
 from headrace.client import Client
+from headrace.gateway import run_gateway
 from headrace.monitor import run_monitor
 from headrace.router import run_router
 from headrace.settings import Settings
@@ -47,6 +49,14 @@ class Part:
         error = self._task.exception()
         assert error is not None, "it ended as if nothing was wrong"
         return error
+
+
+class Gateway(Part):
+    """A running gateway, and where it answers."""
+
+    def __init__(self, task: asyncio.Task[None], stopping: asyncio.Event, url: str) -> None:
+        super().__init__(task, stopping)
+        self.url = url
 
 
 class Deployment:
@@ -100,6 +110,15 @@ class Deployment:
             await until(lambda: self.is_ready(worker))
         return part
 
+    async def gateway(self) -> Gateway:
+        """Start a gateway and wait until it listens."""
+        port = free_port("127.0.0.1", 0)
+        assert port is not None
+        settings = msgspec.structs.replace(self.settings, http_port=port)
+        part = self._start(lambda bus, stop: run_gateway(bus, stop=stop), "gateway", settings=settings)
+        await until(lambda: answers("127.0.0.1", port))
+        return Gateway(part._task, part._stopping, f"http://127.0.0.1:{port}")
+
     async def is_ready(self, worker: str) -> bool:
         """Whether a worker says that it can take requests, or would if it were not full."""
         seen = await WorkersBucket(self.bus).get(worker)
@@ -112,11 +131,19 @@ class Deployment:
             if not part._task.done():
                 await part.stop()
 
-    def _start(self, run: Any, name: str, *, url: str | None = None, may_fail: bool = False) -> Part:
+    def _start(
+        self,
+        run: Any,
+        name: str,
+        *,
+        url: str | None = None,
+        may_fail: bool = False,
+        settings: Settings | None = None,
+    ) -> Part:
         stopping = asyncio.Event()
 
         async def go() -> None:
-            async with connect(url or self.url, self.settings, name=name) as bus:
+            async with connect(url or self.url, settings or self.settings, name=name) as bus:
                 await run(bus, stopping)
 
         task = asyncio.create_task(go(), name=name) if may_fail else self._group.create_task(go(), name=name)

@@ -24,9 +24,11 @@ from headrace.schemas.subjects import SERVICE_INBOX_PREFIX, Names
 from headrace.settings import Settings
 
 __all__ = [
+    "DEFAULT_PENDING",
     "ApiRefused",
     "Bus",
     "Message",
+    "Pending",
     "Refused",
     "StoreResult",
     "Stored",
@@ -103,6 +105,16 @@ class Unknown(msgspec.Struct, frozen=True):
 
 
 StoreResult = Stored | Refused | Unknown
+
+
+class Pending(msgspec.Struct, frozen=True, kw_only=True):
+    """What a subscription keeps for a reader that is slow; beyond either bound the newest messages are dropped."""
+
+    messages: int = _MAX_PENDING_MESSAGES
+    size_bytes: int = _MAX_PENDING_BYTES
+
+
+DEFAULT_PENDING: Final = Pending()
 
 
 class ApiRefused(Exception):  # an answer, not a fault; callers in `bus` turn it into one or into a value
@@ -259,9 +271,14 @@ class Bus:
             raise BrokerUnavailableError(f"cannot publish on {subject}: {error or type(error).__name__}") from None
 
     async def subscribe(
-        self, subject: str, *, queue: str = "", cb: Callable[[Msg], Awaitable[None]] | None = None
+        self,
+        subject: str,
+        *,
+        queue: str = "",
+        cb: Callable[[Msg], Awaitable[None]] | None = None,
+        max_pending: Pending = DEFAULT_PENDING,
     ) -> Subscription:
-        """Subscribe; what `cb` raises is logged and ends nothing. Beyond its bounds the newest messages are dropped.
+        """Subscribe; what `cb` raises is logged and ends nothing.
 
         Raises BrokerUnavailableError on a closed connection.
         """
@@ -270,8 +287,8 @@ class Bus:
                 subject,
                 queue=queue,
                 cb=cb,
-                pending_msgs_limit=_MAX_PENDING_MESSAGES,
-                pending_bytes_limit=_MAX_PENDING_BYTES,
+                pending_msgs_limit=max_pending.messages,
+                pending_bytes_limit=max_pending.size_bytes,
             )
         except (NatsError, OSError) as error:
             raise BrokerUnavailableError(f"cannot subscribe to {subject}: {error or type(error).__name__}") from None
@@ -293,6 +310,10 @@ class Bus:
             subscription._pending_size -= len(message.data)
             queue.task_done()
         return message
+
+    def has_message(self, subscription: Subscription) -> bool:
+        """Whether `next_message` would return one at once."""
+        return not subscription._pending_queue.empty()
 
     def _too_large(self, data: bytes, headers: Mapping[str, str]) -> str:
         # The server answers a message beyond its limit with an error that ends the connection for good.

@@ -7,6 +7,7 @@ from typing import Any, Final
 import click
 
 from headrace.bus.connection import Bus
+from headrace.cli.http import load_gateway
 from headrace.cli.options import parse_assignments, with_settings
 from headrace.cli.serving import LogFormat, run_part
 from headrace.errors import ConfigError
@@ -29,7 +30,7 @@ _log_format = click.option("--log-format", type=click.Choice(["text", "json"]), 
 
 @click.group()
 def serve() -> None:
-    """Run one part: router, worker or monitor.
+    """Run one part: router, worker, monitor or gateway.
 
     Parts meet only at the broker (HEADRACE_NATS_URL), so they may run on any machine, and any number of each.
     SIGTERM drains: a worker finishes what fits in HEADRACE_GRACE_S, hands the rest back, and exits 0.
@@ -50,6 +51,18 @@ def router(settings: Settings, log_format: LogFormat) -> None:
 def monitor(settings: Settings, log_format: LogFormat) -> None:
     """Watch the workers: who lives, who changed, who is lost."""
     run_part("monitor", settings, lambda bus, stop: run_monitor(bus, stop=stop), log_format=log_format)
+
+
+@serve.command()
+@_log_format
+@with_settings
+def gateway(settings: Settings, log_format: LogFormat) -> None:
+    """Answer OpenAI's API over HTTP, on HEADRACE_HTTP_HOST and HEADRACE_HTTP_PORT; port 0 is any free one.
+
+    Needs the extra `gateway`. SIGTERM lets open answers come to their end within HEADRACE_GRACE_S.
+    """
+    run_gateway = load_gateway()
+    run_part("gateway", settings, lambda bus, stop: run_gateway(bus, stop=stop), log_format=log_format)
 
 
 @serve.command()

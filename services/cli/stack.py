@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from headrace.bus.connection import Bus, connect
 from headrace.bus.heartbeats import WorkersBucket, WorkersView
 from headrace.bus.provision import ensure_provisioned
 from headrace.bus.server import BrokerInfo
+from headrace.cli import http
 from headrace.cli.broker import SupervisedBroker
 from headrace.cli.supervising import Supervised
 from headrace.errors import BrokerUnavailableError, ConfigError, EngineStartError, HeadraceError, NotProvisionedError
@@ -29,7 +31,7 @@ _READY_WITHIN_S: Final = 180.0
 _STOP_TIMEOUT_S: Final = 8.0
 _SYSTEM_URL: Final = "HEADRACE_NATS_SYSTEM_URL"
 _STOP_MARGIN_S: Final = 5.0
-"""What a worker gets beyond its grace period to hand back and leave."""
+"""What a worker or a gateway gets beyond its grace period to hand back or to say, and leave."""
 
 _COMMAND: Final = (sys.executable, "-P", "-m", "headrace.cli")
 """This program again; -P, so that no folder of the current directory is taken for it."""
@@ -39,7 +41,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What to start: workers of one model on one engine. `options` are the engine's.
 
     `has_notices`: whether the monitor gets the embedded broker's system account, and with it disconnect notices.
-    `temp_dir` is where the parts keep temporary files, which one that is killed leaves behind.
+    `temp_dir` is where the parts keep temporary files, which one that is killed leaves behind. `http_port` is where the
+    gateway listens; None: there is none.
     """
 
     model: str
@@ -49,6 +52,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, str] = {}
     has_notices: bool = True
     temp_dir: str | None = None
+    http_port: int | None = None
 
     def worker_argv(self, worker_id: str | None) -> list[str]:
         """Arguments of `headrace` that start one of the workers."""
@@ -91,7 +95,11 @@ class Stack:
         """
         try:
             async with asyncio.timeout(within_s):
-                is_ready = await self._until_routed(stop) and await self._until_served(stop, num_workers)
+                is_ready = (
+                    await self._until_routed(stop)
+                    and await self._until_listening(stop)
+                    and await self._until_served(stop, num_workers)
+                )
         except TimeoutError:
             raise HeadraceError(f"nothing was ready to answer within {within_s:g} s; see the log lines above") from None
         for child in (*self.services, *self.workers):
@@ -115,6 +123,14 @@ class Stack:
                 return True
             await wait_first(stop, *self._ends(), timeout_s=_LOOK_S)
         return False
+
+    async def _until_listening(self, stop: asyncio.Event) -> bool:
+        port = self.plan.http_port
+        while port is not None and not await http.answers(self.bus.settings.http_host, port):
+            self._raise_if_ended()
+            if await wait_first(stop, *self._ends(), timeout_s=_LOOK_S) and stop.is_set():
+                return False
+        return True
 
     async def _until_served(self, stop: asyncio.Event, num_workers: int) -> bool:
         view = WorkersView(self.bus)
@@ -149,9 +165,10 @@ class Stack:
 async def running_stack(
     settings: Settings, plan: Plan, *, on_line: Callable[[str, str], None], on_step: Callable[[str], None]
 ) -> AsyncIterator[Stack]:
-    """Start broker (unless `nats_url` names one), router, monitor and workers, and keep them running in the block.
+    """Start broker (unless `nats_url` names one), router, monitor, workers and gateway; keep them running in the block.
 
-    After it the workers have drained within the grace period, then router and monitor have ended, the broker last.
+    After it workers and gateway have drained within the grace period, then router and monitor have ended, the broker
+    last.
     If this process is killed, the kernel ends them all (Linux); workers are told to drain. `on_line` gets the name of a
     part and a line it printed, `on_step` what is being done. Raises HeadraceError, perhaps in an exception group.
     """
@@ -175,7 +192,8 @@ async def running_stack(
             await stack.enter_async_context(_kept([service]))
         on_step(f"starting {plan.num_workers} worker(s) with engine {plan.engine}")
         workers = [_worker(number, settings, plan, env, on_line) for number in range(1, plan.num_workers + 1)]
-        group = await stack.enter_async_context(_kept(workers))
+        edge = [_gateway(settings, plan.http_port, env, on_line)] if plan.http_port is not None else []
+        group = await stack.enter_async_context(_kept(workers, edge))
 
         def add_worker() -> Supervised:
             worker = _worker(len(workers) + 1, settings, plan, env, on_line)
@@ -184,23 +202,23 @@ async def running_stack(
             return worker
 
         on_step(f"waiting for {plan.model}")
-        yield Stack(bus, url, plan, services, workers, add_worker)
+        yield Stack(bus, url, plan, [*services, *edge], workers, add_worker)
         on_step("stopping")
 
 
 @contextlib.asynccontextmanager
-async def _kept(children: list[Supervised]) -> AsyncIterator[asyncio.TaskGroup]:
+async def _kept(*lists: list[Supervised]) -> AsyncIterator[asyncio.TaskGroup]:
     """Keep children running inside the block; stopped together, all of them ended after it.
 
-    Who adds a child to the list inside the block runs it in the group.
+    Who adds a child to a list inside the block runs it in the group.
     """
     async with asyncio.TaskGroup() as group:
-        for child in children:
+        for child in itertools.chain(*lists):
             group.create_task(child.run(), name=child.name)
         try:
             yield group
         finally:
-            for child in children:
+            for child in itertools.chain(*lists):
                 child.stop.set()
 
 
@@ -230,6 +248,17 @@ def _service(name: str, env: Mapping[str, str], on_line: Callable[[str, str], No
         [*_COMMAND, "serve", name],
         env=env,
         stop_timeout_s=_STOP_TIMEOUT_S,
+        death_signal=signal.SIGKILL,
+        on_line=on_line,
+    )
+
+
+def _gateway(settings: Settings, port: int, env: Mapping[str, str], on_line: Callable[[str, str], None]) -> Supervised:
+    return Supervised(
+        "gateway",
+        [*_COMMAND, "serve", "gateway"],
+        env={**env, "HEADRACE_HTTP_HOST": settings.http_host, "HEADRACE_HTTP_PORT": str(port)},
+        stop_timeout_s=settings.grace_s + _STOP_MARGIN_S,
         death_signal=signal.SIGKILL,
         on_line=on_line,
     )

@@ -1,6 +1,8 @@
 """`headrace up`: everything on this machine, from one command."""
 
 import asyncio
+import json
+import logging
 import shlex
 import sys
 from typing import Final
@@ -10,6 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from headrace.cli import http
 from headrace.cli.options import parse_assignments, with_settings
 from headrace.cli.render import console, is_terminal, safe
 from headrace.cli.serve import DEFAULT_MODEL
@@ -23,6 +26,8 @@ from headrace.settings import Settings, load
 from headrace.worker.engines.factory import ENGINES, make_engine
 
 __all__ = ["LogLines", "nats_one_liner", "up"]
+
+log = logging.getLogger(__name__)
 
 _STYLES: Final = ("cyan", "magenta", "blue", "green", "yellow")
 
@@ -47,7 +52,7 @@ def up(
     max_concurrency: int | None,
     options: dict[str, str],
 ) -> None:
-    """Start broker, router, monitor and workers here, and keep them running until Ctrl-C.
+    """Start broker, router, monitor, workers and gateway here, and keep them running until Ctrl-C.
 
     The broker is the real nats-server, on loopback, with its store in the state directory; HEADRACE_NATS_URL uses one
     that runs already. A part that dies is started again. Ctrl-C lets the workers drain; a second one ends all at once.
@@ -65,8 +70,15 @@ def up(
     if port is not None:
         settings = msgspec.structs.replace(settings, broker_port=port)
     make_engine(engine, model, options)  # wrong options are told now, not by a worker later
-    plan = Plan(model=model, engine=engine, num_workers=workers, max_concurrency=max_concurrency, options=options)
     configure_logging("up", settings.log_level, json=False)
+    plan = Plan(
+        model=model,
+        engine=engine,
+        num_workers=workers,
+        max_concurrency=max_concurrency,
+        options=options,
+        http_port=_http_port(settings),
+    )
     asyncio.run(run_until(lambda stop, started: _up(settings, plan, stop, started)))
 
 
@@ -108,6 +120,23 @@ class LogLines:
             self._status.stop()
 
 
+def _http_port(settings: Settings) -> int | None:
+    """Where the gateway is to listen; None where it is not installed.
+
+    Another program on the port that nobody chose must not be in the way; one on a port that was chosen is told.
+    """
+    host, port = settings.http_host, settings.http_port
+    if not http.is_installed():
+        log.warning("no HTTP: the gateway's packages are not installed (%s)", http.INSTALL)
+        return None
+    if (free := http.free_port(host, port)) is not None:
+        return free
+    if port == load({}, environ={}).http_port and (other := http.free_port(host, 0)) is not None:
+        log.warning("port %d is in use; the gateway listens on %d instead", port, other)
+        return other
+    raise ConfigError(f"HEADRACE_HTTP_PORT is {port}, which cannot be had on {host}; 0 is any free port")
+
+
 def nats_one_liner(stack: Stack) -> str:
     """A request that needs nothing but the NATS command line."""
     subject = stack.bus.names.infer(DEFAULT_TENANT, "chat", stack.plan.model)
@@ -127,19 +156,36 @@ def _next_steps(settings: Settings, stack: Stack) -> str:
     if settings.prefix != default.prefix:
         here += f" --prefix {shlex.quote(settings.prefix)}"
     plan = stack.plan
+    broker = f"broker {_shown(stack.url)}"
+    edge = "" if plan.http_port is None else f", HTTP {_http_url(settings, plan.http_port)}"
     return "\n".join(
         (
             "",
-            f"Headrace is up: {plan.num_workers} × {plan.engine} serving {plan.model}, broker {_shown(stack.url)}",
+            f"Headrace is up: {plan.num_workers} × {plan.engine} serving {plan.model}, {broker}{edge}",
             "",
             "Try in another terminal:",
             f'  headrace ask{here} "What is a headrace?"',
             f"  headrace status{here} --watch",
+            *_curl(settings, plan),
             f"  {nats_one_liner(stack)}",
             "",
             "Ctrl-C stops everything.",
         )
     )
+
+
+def _curl(settings: Settings, plan: Plan) -> list[str]:
+    """A request over HTTP, for who has no other client at hand."""
+    if plan.http_port is None:
+        return []
+    url = f"{_http_url(settings, plan.http_port)}/v1/chat/completions"
+    body = json.dumps({"model": plan.model, "messages": [{"role": "user", "content": "hi"}]})
+    return [f"  curl {url} -d {shlex.quote(body)}"]
+
+
+def _http_url(settings: Settings, port: int) -> str:
+    host = "127.0.0.1" if settings.http_host in ("0.0.0.0", "::") else settings.http_host
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _shown(url: str) -> str:

@@ -2,13 +2,14 @@
 
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from opentelemetry.context import Context
 
-from headrace.bus.connection import Bus
+from headrace.bus.connection import DEFAULT_PENDING, Bus, Pending
 from headrace.bus.connection import connect as connect_bus
 from headrace.bus.server import discover
 from headrace.client.control import JobControl
@@ -86,13 +87,46 @@ class Client:
         `job_id` is the idempotency key: the same id again attaches to the same job. Nothing is sent before the
         stream is iterated. Raises RequestError for names that cannot be; see JobStream for the rest.
         """
+        op, body = _body(messages, prompt, input, parameters)
+        return self.submit(
+            op,
+            model,
+            _encode(body),
+            job_id=job_id,
+            priority=priority,
+            pool=pool,
+            queue_timeout_s=queue_timeout_s,
+            deadline_s=deadline_s,
+            fallback=fallback,
+            is_streaming=bool(parameters.get("stream", True)),
+        )
+
+    def submit(
+        self,
+        op: Operation,
+        model: str,
+        body: bytes,
+        *,
+        job_id: str | None = None,
+        priority: str | None = None,
+        pool: str | None = None,
+        queue_timeout_s: float | None = None,
+        deadline_s: float | None = None,
+        fallback: str | None = None,
+        is_streaming: bool = True,
+        parent: Context | None = None,
+        max_pending: Pending = DEFAULT_PENDING,
+    ) -> JobStream:
+        """Like `stream`, with the JSON body as it is to be sent; `is_streaming` says what its `stream` does.
+
+        `parent` is the trace that the request belongs to; without it, the caller's own.
+        """
         if not is_model_name(model):
             raise _invalid("model", "must be 1 to 100 bytes without control characters")
         if job_id is not None and not is_job_id(job_id):
-            raise _invalid("job_id", "must be 1 to 64 of A-Z a-z 0-9 _ -")
-        op, body = _body(messages, prompt, input, parameters)
+            raise _invalid(subjects.HDR_ID, "must be 1 to 64 of A-Z a-z 0-9 _ -")
         job = job_id or uuid.uuid4().hex
-        headers = {
+        headers: Mapping[str, str | None] = {
             subjects.HDR_ID: job,
             subjects.HDR_PRIORITY: priority,
             subjects.HDR_POOL: pool,
@@ -106,9 +140,9 @@ class Client:
         submission = Submission(
             op=op,
             model=model,
-            body=_encode(body),
+            body=body,
             headers={name: value for name, value in headers.items() if value is not None},
-            is_streaming=bool(parameters.get("stream", True)),
+            is_streaming=is_streaming,
             deadline_s=deadline_s or self.bus.settings.deadline_s,
             is_new_id=job_id is None,
         )
@@ -119,7 +153,15 @@ class Client:
                     message=f"the body has {len(submission.body)} bytes; at most {self.bus.max_data_bytes} can be sent",
                 )
             )
-        return JobStream(self.bus, self._control, tenant=self.tenant, job=job, submission=submission)
+        return JobStream(
+            self.bus,
+            self._control,
+            tenant=self.tenant,
+            job=job,
+            submission=submission,
+            parent=parent,
+            max_pending=max_pending,
+        )
 
     async def complete(self, *, model: str, **arguments: Any) -> Done:
         """Send a request and wait for its whole answer. Arguments and errors as of `stream`."""
@@ -129,7 +171,9 @@ class Client:
                     return event
         raise RequestError(Refusal(code="internal", message="the stream ended without an end"), job=stream.job)
 
-    def attach(self, job_id: str, *, after: int = 0) -> JobStream:
+    def attach(
+        self, job_id: str, *, after: int = 0, parent: Context | None = None, max_pending: Pending = DEFAULT_PENDING
+    ) -> JobStream:
         """The stream of a job that was sent before, running or ended: all of it, or the deltas from offset `after` on.
 
         Where only the whole answer is left in the log, it comes as one delta (with `after`, as `Done` alone). Raises,
@@ -137,7 +181,16 @@ class Client:
         """
         if not is_job_id(job_id):
             raise _invalid("job_id", "must be 1 to 64 of A-Z a-z 0-9 _ -")
-        return JobStream(self.bus, self._control, tenant=self.tenant, job=job_id, submission=None, after=after)
+        return JobStream(
+            self.bus,
+            self._control,
+            tenant=self.tenant,
+            job=job_id,
+            submission=None,
+            after=after,
+            parent=parent,
+            max_pending=max_pending,
+        )
 
     async def status(self, job_id: str) -> JobStatus:
         """What a job is now: state, position, attempt, worker. Raises RequestError (`job_not_found`)."""

@@ -7,7 +7,7 @@ import msgspec
 from headrace.schemas.chunks import Usage
 from headrace.schemas.events import AcceptedBody, Event, RequeuedBody, StartedBody
 
-__all__ = ["Accepted", "Delta", "Done", "Requeued", "Started", "StreamEvent", "from_event"]
+__all__ = ["Accepted", "Delta", "Done", "Requeued", "Started", "StreamEvent", "as_chunk", "chunk_text", "from_event"]
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,13 +28,17 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """The next tokens. `text` is that of choice 0, `chunk` the OpenAI chunk, `offset` the number of tokens before."""
+    """The next tokens. `text` is that of choice 0, `chunk` the OpenAI chunk, `offset` the number of tokens before.
+
+    `data` is the chunk as it came, in JSON.
+    """
 
     job: str
     text: str
     offset: int
     num_tokens: int
     chunk: dict[str, Any]
+    data: bytes = b""
 
 
 class Requeued(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,13 +50,19 @@ class Requeued(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer is complete. `response` is the OpenAI response object; `text` and `finish_reason` are choice 0's."""
+    """The answer is complete. `response` is the OpenAI response object; `text` and `finish_reason` are choice 0's.
+
+    `data` is the response as it came, in JSON. `num_tokens` counts the tokens of all its deltas, none where the request
+    asked for none.
+    """
 
     job: str
     response: dict[str, Any]
     text: str
     finish_reason: str | None
     usage: Usage | None
+    data: bytes = b""
+    num_tokens: int = 0
 
 
 StreamEvent = Accepted | Started | Delta | Requeued | Done
@@ -68,12 +78,19 @@ def from_event(event: Event) -> StreamEvent | None:
         return Started(job=event.job, worker=start.worker, attempt=start.attempt)
     if event.kind == "delta":
         chunk = event.json()
-        return Delta(job=event.job, text=chunk_text(chunk), offset=event.offset, num_tokens=event.count, chunk=chunk)
+        return Delta(
+            job=event.job,
+            text=chunk_text(chunk),
+            offset=event.offset,
+            num_tokens=event.count,
+            chunk=chunk,
+            data=event.data,
+        )
     if event.kind == "requeued":
         back = msgspec.json.decode(event.data, type=RequeuedBody)
         return Requeued(job=event.job, attempt=back.attempt, reason=back.reason)
     if event.kind == "done":
-        return _done(event.job, event.json())
+        return _done(event)
     return None
 
 
@@ -85,7 +102,8 @@ def chunk_text(chunk: dict[str, Any]) -> str:
     return ""
 
 
-def _done(job: str, response: dict[str, Any]) -> Done:
+def _done(event: Event) -> Done:
+    response: dict[str, Any] = event.json()
     first: dict[str, Any] = next((c for c in response.get("choices", ()) if c.get("index", 0) == 0), {})
     text = (first.get("message") or {}).get("content") or first.get("text") or ""
     usage = response.get("usage")
@@ -97,7 +115,15 @@ def _done(job: str, response: dict[str, Any]) -> Done:
             total_tokens=usage.get("total_tokens", 0),
             prompt_tokens_details=usage.get("prompt_tokens_details"),
         )
-    return Done(job=job, response=response, text=text, finish_reason=first.get("finish_reason"), usage=counts)
+    return Done(
+        job=event.job,
+        response=response,
+        text=text,
+        finish_reason=first.get("finish_reason"),
+        usage=counts,
+        data=event.data,
+        num_tokens=event.offset,
+    )
 
 
 def as_chunk(response: dict[str, Any], *, skip_chars: int) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from types import TracebackType
 from typing import Final, Self
 
 import msgspec
+from opentelemetry.context import Context
 
 from headrace import telemetry
-from headrace.bus.connection import Bus, Message, Subscription
+from headrace.bus.connection import DEFAULT_PENDING, Bus, Message, Pending, Subscription
 from headrace.bus.joblog import JobLog, event_of_republish
 from headrace.client.chain import Chain, Link
 from headrace.client.control import JobControl
@@ -72,6 +73,8 @@ class JobStream:
         job: str,
         submission: Submission | None,
         after: int = 0,
+        parent: Context | None = None,
+        max_pending: Pending = DEFAULT_PENDING,
     ) -> None:
         self.job = job
         self._bus = bus
@@ -79,15 +82,34 @@ class JobStream:
         self._tenant = tenant
         self._submission = submission
         self._after = after
+        self._parent = parent
+        self._max_pending = max_pending
         self._log = JobLog(bus)
         self._chain = Chain()
         self._early: deque[Event] = deque()
+        self._num_repairing = 0
         self._num_chars = 0
+        self._subscription: Subscription | None = None
         self._accepted: AcceptedBody | None = None
         self._is_attached = submission is None
         self._started_at = time.monotonic()
         self._ttft_s: float | None = None
         self._events: AsyncGenerator[StreamEvent, None] | None = None
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the job was there before: it is somebody else's request, or was sent earlier under the same id.
+
+        One under an id that was made up for this request is its own, also where its first sending got no answer.
+        """
+        return self._is_attached and not (self._submission is not None and self._submission.is_new_id)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the next event is here already, so that a reader may take it before it does anything slow. A hint."""
+        if self._num_repairing or self._early:
+            return True
+        return self._subscription is not None and self._bus.has_message(self._subscription)
 
     def __aiter__(self) -> AsyncIterator[StreamEvent]:
         if self._events is None:
@@ -114,7 +136,8 @@ class JobStream:
 
     async def _run(self) -> AsyncGenerator[StreamEvent, None]:
         submission = self._submission
-        subscription = await self._bus.subscribe(self._bus.names.job_inbox(self._tenant, self.job))
+        inbox = self._bus.names.job_inbox(self._tenant, self.job)
+        subscription = self._subscription = await self._bus.subscribe(inbox, max_pending=self._max_pending)
         try:
             with self._span(submission) as span:
                 if submission is not None:
@@ -131,12 +154,12 @@ class JobStream:
     def _span(self, submission: Submission | None) -> Span:
         attributes = job_attributes(job=self.job, tenant=self._tenant)
         if submission is None:
-            return telemetry.start_span("attach", attributes=attributes)
+            return telemetry.start_span("attach", parent=self._parent, attributes=attributes)
         return inference_span(
             submission.op,
             submission.model,
             provider="headrace",
-            parent=None,
+            parent=self._parent,
             is_streaming=submission.is_streaming,
             attributes=attributes,
         )
@@ -193,7 +216,7 @@ class JobStream:
     async def _follow(self, subscription: Subscription) -> AsyncIterator[Event]:
         """Events in order, without a hole: live ones, and what is missing from the log."""
         if self._is_attached:
-            for event in await self._missing():
+            async for event in self._repair():
                 yield event
         silence_s = _SILENCE_FIRST_S
         while True:
@@ -201,7 +224,7 @@ class JobStream:
             if live is None:
                 silence_s = min(silence_s * 2, _SILENCE_MAX_S)
                 if await self._is_behind():
-                    for event in await self._missing():
+                    async for event in self._repair():
                         yield event
                 continue
             silence_s = _SILENCE_FIRST_S
@@ -210,7 +233,7 @@ class JobStream:
                 self._chain.take(live)
                 yield live
             elif link is not Link.KNOWN:
-                for event in await self._missing():
+                async for event in self._repair():
                     yield event
 
     async def _next_live(self, subscription: Subscription, silence_s: float) -> Event | None:
@@ -258,6 +281,12 @@ class JobStream:
                 ),
                 job=self.job,
             )
+
+    async def _repair(self) -> AsyncIterator[Event]:
+        events = await self._missing()
+        for number, event in enumerate(events, start=1):
+            self._num_repairing = len(events) - number
+            yield event
 
     async def _missing(self) -> list[Event]:
         """Read on from the log; empty while it cannot be read, which the next silence tries again."""

@@ -8,7 +8,9 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
 import pytest_asyncio
 
@@ -26,6 +28,7 @@ class Up:
         self.process = process
         self.state_dir = state_dir
         self.children: list[int] = []
+        self.http = ""
 
     async def run(self, *argv: str, code: int = 0) -> str:
         """Stdout of `headrace argv` against this deployment; it must end with `code`."""
@@ -47,7 +50,7 @@ async def start(state_dir: Path, *argv: str) -> asyncio.subprocess.Process:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HEADRACE_", "OTEL_"))}
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "headrace.cli", *argv,
-        env={**inherited, "HEADRACE_STATE_DIR": str(state_dir), "HEADRACE_GRACE_S": "5"},
+        env={**inherited, "HEADRACE_STATE_DIR": str(state_dir), "HEADRACE_GRACE_S": "5", "HEADRACE_HTTP_PORT": "0"},
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
 
@@ -63,6 +66,7 @@ async def running(state_dir: Path, *argv: str) -> AsyncIterator[Up]:
         async with asyncio.timeout(WITHIN_S):
             while UP_LINE not in (line := (await process.stdout.readline()).decode()):
                 assert line, (await draining).decode()
+        up.http = line.rpartition("HTTP ")[2].strip()
         up.children = children_of(process.pid)
         yield up
     finally:
@@ -116,6 +120,10 @@ async def test_a_first_session(up: Up) -> None:
         5,
     )
 
+    messages = [{"role": "user", "content": "hello"}]
+    said = await over_http(up, {"model": "sim", "messages": messages, "max_tokens": 5})
+    assert said["choices"][0]["message"]["content"] == answer["text"]
+
     now = json.loads(await up.run("status", "--json"))
     assert [(each["model"], each["engine"], each["state"], each["running"]) for each in now["workers"]] == [
         ("sim", "sim", "Ready", 0)
@@ -137,8 +145,16 @@ async def test_a_first_session(up: Up) -> None:
     await up.run("jobs", "cancel", "first", code=1)
 
 
+async def over_http(up: Up, body: dict[str, Any]) -> Any:
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=WITHIN_S)) as session,
+        session.post(f"{up.http}/v1/chat/completions", json=body) as response,
+    ):
+        return await response.json()
+
+
 async def test_sigterm_leaves_no_process_and_a_clean_state_directory(up: Up) -> None:
-    assert len(up.children) == 5  # broker, router, monitor, two workers
+    assert len(up.children) == 6  # broker, router, monitor, gateway, two workers
     assert await up.end(signal.SIGTERM) == 0
     assert [pid for pid in up.children if is_alive(pid)] == []
     assert discover(up.state_dir) is None
@@ -148,7 +164,7 @@ async def test_sigterm_leaves_no_process_and_a_clean_state_directory(up: Up) -> 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the children of a killed process")
 async def test_sigkill_leaves_no_process(up: Up) -> None:
-    assert len(up.children) == 5
+    assert len(up.children) == 6
     assert await up.end(signal.SIGKILL) == -signal.SIGKILL
     await gone(up.children)
 
@@ -158,7 +174,7 @@ async def test_a_part_that_dies_is_started_again(up: Up) -> None:
     workers = {each["pid"] for each in now["workers"]}
     broker = discover(up.state_dir)
     assert broker is not None
-    for pid in set(up.children) - {broker.pid} - {min(workers)}:  # router, monitor and one worker
+    for pid in set(up.children) - {broker.pid} - {min(workers)}:  # router, monitor, gateway and one worker
         os.kill(pid, signal.SIGKILL)
     assert (await up.run("ask", "--max-tokens", "3", "hello")).strip()
 

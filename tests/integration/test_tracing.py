@@ -2,11 +2,15 @@
 
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 import headrace.client
 from headrace import telemetry
+from headrace.cli.http import answers, free_port
+from headrace.lifecycle import ChildProcess
 from headrace.settings import Settings
+from tests.deployment import until
 from tests.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.processes import part, serving
 
@@ -52,6 +56,44 @@ async def test_one_trace_has_client_router_queue_wait_worker_and_engine(
     assert not any(b"canary-7f3" in body for body in receiver.bodies)
     assert done.text
     assert not any(done.text.encode() in body for body in receiver.bodies)
+
+
+async def test_the_trace_of_a_caller_over_http_goes_through_to_the_engine(
+    broker_url: str, prefix: str, tmp_path: Path
+) -> None:  # OBS-1
+    port = free_port("127.0.0.1", 0)
+    caller = "4bf92f3577b34da6a3ce929d0e0e4736"
+    with OtlpReceiver() as receiver:
+
+        def traced(*arguments: str, **variables: str) -> ChildProcess:
+            environ = {**receiver.environ, **variables}
+            return part(*arguments, url=broker_url, prefix=prefix, state_dir=tmp_path, **environ)
+
+        async with (
+            traced("serve", "router"),
+            traced("serve", "worker", "--engine", "sim", "--model", MODEL),
+            traced("serve", "gateway", HEADRACE_HTTP_PORT=str(port)),
+            headrace.client.connect(broker_url, settings=Settings(prefix=prefix)) as client,
+        ):
+            await serving(client, MODEL)
+            await until(lambda: answers("127.0.0.1", port or 0))
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session,
+                session.post(
+                    f"http://127.0.0.1:{port}/v1/completions",
+                    json={"model": MODEL, "prompt": "canary-7f3", "max_tokens": 5, "stream": True},
+                    headers={"traceparent": f"00-{caller}-00f067aa0ba902b7-01"},
+                ) as response,
+            ):
+                assert "[DONE]" in await response.text()
+        trace = [span for span in receiver.spans() if span.trace_id == caller]
+        bodies = receiver.bodies
+    engine = next(
+        span for span in trace if span.name.endswith(MODEL) and span.attributes.get("gen_ai.usage.output_tokens")
+    )
+    assert {span.service for span in trace} == {"headrace-gateway", "headrace-router", "headrace-worker"}
+    assert engine.attributes["gen_ai.usage.output_tokens"] == 5
+    assert not any(b"canary-7f3" in body for body in bodies)
 
 
 def chain(trace: list[ReceivedSpan], span: ReceivedSpan) -> list[str]:

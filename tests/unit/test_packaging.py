@@ -87,7 +87,7 @@ def test_every_locked_release_has_hashes_and_names_no_place() -> None:
     assert len(names) == len(locked())
 
 
-@pytest.mark.parametrize("extra", ["", "llama", "gpu", "dev"])
+@pytest.mark.parametrize("extra", ["", "gateway", "llama", "gpu", "dev"])
 def test_lock_satisfies_what_the_project_asks_for(extra: str) -> None:
     project = PROJECT["project"]
     asked = map(Requirement, project["optional-dependencies"][extra] if extra else project["dependencies"])
@@ -109,7 +109,7 @@ def test_image_installs_what_the_lock_verified() -> None:
 
 def test_containers_wait_for_what_exists() -> None:
     services = COMPOSE["services"]
-    assert set(services) == {"broker", "provision", "router", "worker", "monitor"}
+    assert set(services) == {"broker", "provision", "router", "worker", "monitor", "gateway"}
     for service in services.values():
         assert service["image"] == f"headrace:{headrace.__version__}"
         assert set(service["depends_on"]) <= set(services)

@@ -1,0 +1,102 @@
+"""Which URL is answered by what, and what every answer has."""
+
+import re
+import uuid
+from typing import Any, Final
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headrace.bus.configuration import ConfigView
+from headrace.bus.connection import Bus
+from headrace.errors import HeadraceError, RequestError
+from headrace.gateway.errors import as_response, no_such_url, refusal_of
+from headrace.gateway.health import Health
+from headrace.gateway.inference import Inference
+from headrace.gateway.jobs import Jobs
+from headrace.gateway.models import Models
+from headrace.gateway.watching import OpenRequests
+from headrace.schemas.openai import Operation
+
+__all__ = ["make_app"]
+
+_REQUEST_ID: Final = b"x-request-id"
+_GOOD_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}\Z")
+
+
+def make_app(bus: Bus, view: ConfigView, open_requests: OpenRequests) -> ASGIApp:
+    """The application: OpenAI's API, jobs, probes."""
+    inference, jobs = Inference(bus, open_requests), Jobs(bus, open_requests)
+    models, health = Models(bus, view), Health(bus)
+
+    def infer(op: Operation) -> Any:
+        async def answer(request: Request) -> Response:
+            return await inference.answer(op, request)
+
+        return answer
+
+    routes = [
+        Route("/v1/chat/completions", infer("chat"), methods=["POST"]),
+        Route("/v1/completions", infer("completions"), methods=["POST"]),
+        Route("/v1/embeddings", infer("embeddings"), methods=["POST"]),
+        Route("/v1/models", models.list, methods=["GET"]),
+        Route("/v1/models/{model:path}", models.show, methods=["GET"]),
+        Route("/v1/jobs/{job}", jobs.show, methods=["GET"]),
+        Route("/v1/jobs/{job}", jobs.cancel, methods=["DELETE"]),
+        Route("/v1/jobs/{job}/stream", jobs.stream, methods=["GET"]),
+        Route("/healthz", health.live, methods=["GET"]),
+        Route("/readyz", health.ready, methods=["GET"]),
+    ]
+    handlers: dict[Any, Any] = {
+        HeadraceError: _on_error,
+        Exception: _on_error,
+        HTTPException: _on_no_route,
+        ClientDisconnect: _on_disconnect,
+    }
+    return _Edge(Starlette(routes=routes, exception_handlers=handlers), open_requests)
+
+
+class _Edge:
+    """Around every request: its id goes back with the answer, and what is open is counted.
+
+    A client's own id is echoed where it is short and plain, else one is made up; it names nothing anywhere else.
+    """
+
+    def __init__(self, app: ASGIApp, open_requests: OpenRequests) -> None:
+        self._app = app
+        self._open = open_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = next((value for name, value in scope["headers"] if name == _REQUEST_ID), b"")
+        if not _GOOD_REQUEST_ID.match(request_id):
+            request_id = f"req_{uuid.uuid4().hex}".encode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (_REQUEST_ID, request_id)]}
+            await send(message)
+
+        if not scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send_with_id)
+            return
+        try:
+            with self._open:
+                await self._app(scope, receive, send_with_id)
+        except RequestError as error:
+            await as_response(refusal_of(error))(scope, receive, send_with_id)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return as_response(refusal_of(error))
+
+
+async def _on_no_route(request: Request, error: HTTPException) -> Response:
+    return no_such_url(error.status_code)
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=400)  # nobody reads it
