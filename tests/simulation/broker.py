@@ -2,7 +2,8 @@
 
 Sources: the notes on the real server's behaviour that the protocol was built on, and the server's own rules for
 work-queue consumers (redelivery first and in order, any ack of a message removes it, a NAK counts only above the ack
-floor and for what is pending, what is parked is served oldest first while somebody listens to its inbox). Every message crosses a link with a random delay, in order for each connection.
+floor and for what is pending, what is parked is served oldest first while somebody listens to its inbox). Every
+message crosses a link with a random delay, in order for each connection.
 """
 
 import asyncio
