@@ -17,7 +17,7 @@ from headrace.errors import BrokerError, BrokerUnsuitableError
 from headrace.schemas.config import Config
 from headrace.schemas.jobs import decode_need
 from headrace.schemas.subjects import HDR_PASSED, HDR_PREFERRED, HDR_SEQUENCE, LANES, WORKER_GROUP, QueueName
-from headrace.worker.standby import UNSERVED_AFTER_S, Standby
+from headrace.worker.standby import Standby
 
 __all__ = ["Puller", "is_fresh"]
 
@@ -89,7 +89,9 @@ class Puller:
         self._may_borrow = may_borrow
         self._is_idle = is_idle
         self._has_room_for_two = has_room_for_two
-        self._standby = Standby(bus, queue, worker=worker, pool=pool, take=self._on_parked, look=self.look)
+        self._standby = Standby(
+            bus, queue, worker=worker, pool=pool, take=self._on_parked, missed=self._note_missed, look=self.look
+        )
         self._shares: dict[str, Shares] = {}
         self._waiting: dict[QueueName, int] = {}
         self._woken: dict[QueueName, int] = {}
@@ -343,26 +345,20 @@ class Puller:
     def _announce(self, queue: QueueName, headers: Mapping[str, str]) -> None:
         sequence, preferred = headers.get(HDR_SEQUENCE, ""), headers.get(HDR_PREFERRED)
         self._standby.note_hint(queue, preferred)
-        call_later = asyncio.get_running_loop().call_later
-        if self._standby.was_given(sequence):
+        if self._standby.expects(queue, sequence):
             return
-        if self._standby.covers(queue):
-            call_later(UNSERVED_AFTER_S, self._note_unserved, queue, sequence)
-        elif preferred not in (None, self._worker):
-            call_later(_AFTER_PREFERRED_S, self._note, queue)
-        else:
+        if preferred in (None, self._worker):
             self._note(queue)
+        else:
+            asyncio.get_running_loop().call_later(_AFTER_PREFERRED_S, self._note, queue)
 
-    def _note_unserved(self, queue: QueueName, sequence: str) -> None:
-        """It was announced, and has not come by itself; likely it went to another that was parked there before us."""
-        if not self._standby.was_given(sequence):
-            self._standby.doubt()
-            self._note(queue, is_sure=False)
+    def _note_missed(self, queue: QueueName) -> None:
+        self._note(queue, num_wakes=0)
 
-    def _note(self, queue: QueueName, *, is_sure: bool = True) -> None:
+    def _note(self, queue: QueueName, *, num_wakes: int = 1) -> None:
         if queue in self._waiting:
             self._waiting[queue] += 1
-            self._woken[queue] = self._woken.get(queue, 0) + is_sure
+            self._woken[queue] = self._woken.get(queue, 0) + num_wakes
         else:  # anybody can publish a wake; whether there is such a queue, the stream knows
             self._synced_at = -math.inf
         self._look.set()

@@ -1,5 +1,6 @@
 """Where an idle worker waits for its next job: one pull parked at one queue, which needs no wake."""
 
+import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterable
@@ -10,9 +11,9 @@ from headrace.bus.jobqueue import Delivery, JobQueue
 from headrace.bus.parking import ParkedPull
 from headrace.schemas.subjects import QueueName
 
-__all__ = ["UNSERVED_AFTER_S", "Standby", "place_to_park"]
+__all__ = ["Standby", "place_to_park"]
 
-UNSERVED_AFTER_S: Final = 0.004
+_MISSED_AFTER_S: Final = 0.004
 """How long after its wake a job may come by a parked pull before it is fetched after all."""
 _AFTER_HINT_S: Final = 60.0
 """How long no pull is parked at a queue some of whose jobs are better run elsewhere: a worker that is named for its
@@ -38,8 +39,9 @@ def place_to_park(
 class Standby:
     """The parked pull of one worker: where it stands, and which wakes it makes needless.
 
-    It is never the only way: a wake for what should come by it is followed by a fetch where nothing came in
-    `UNSERVED_AFTER_S`, and until that fetch finds nothing, or the next request is parked, the pull covers nothing.
+    It is never the only way: `missed` is called for a queue where a job was announced that has not come by it within
+    4 ms, likely since another worker was parked there before. Until a fetch then finds nothing, or another request is
+    parked, it covers nothing.
     """
 
     def __init__(
@@ -50,16 +52,20 @@ class Standby:
         worker: str,
         pool: str,
         take: Callable[[Delivery], Awaitable[None]],
+        missed: Callable[[QueueName], None],
         look: Callable[[], None],
     ) -> None:
         self._jobs = jobs
         self._worker = worker
         self._pool = pool
         self._take = take
+        self._missed = missed
         self._pull = ParkedPull(bus, jobs, take=self._on_job, ended=look)
         self._last: QueueName | None = None
         self._avoided: dict[QueueName, float] = {}
         self._given: OrderedDict[str, None] = OrderedDict()
+        self._expected: dict[int, tuple[QueueName, str, asyncio.TimerHandle]] = {}
+        self._num_expected = 0
         self._is_doubted = False
 
     @property
@@ -71,18 +77,29 @@ class Standby:
         """Whether the next job of the queue comes by itself, as far as is known."""
         return self._pull.queue == queue and not self._is_doubted
 
-    def doubt(self) -> None:
-        """A job that was announced has not come."""
-        self._is_doubted = True
-
     def trust(self, queue: QueueName) -> None:
         """A fetch found nothing in the queue, so nothing is missing."""
         if self._pull.queue == queue:
             self._is_doubted = False
 
-    def was_given(self, sequence: str) -> bool:
-        """Whether this job came by the parked pull, so that its wake has nothing to say."""
-        return sequence in self._given
+    def expects(self, queue: QueueName, sequence: str) -> bool:
+        """Whether a job that was announced came by the parked pull, or is about to, so that its wake asks for nothing.
+
+        `sequence` is its place in the stream, "" where the wake does not tell.
+        """
+        if sequence in self._given:
+            return True
+        if not self.covers(queue):
+            return False
+        self._num_expected += 1
+        timer = asyncio.get_running_loop().call_later(_MISSED_AFTER_S, self._miss, self._num_expected)
+        self._expected[self._num_expected] = (queue, sequence, timer)
+        return True
+
+    def _miss(self, number: int) -> None:
+        queue, _, _ = self._expected.pop(number)
+        self._is_doubted = True
+        self._missed(queue)
 
     def note(self, delivery: Delivery) -> None:
         """A job of ours came, by whatever way."""
@@ -121,7 +138,14 @@ class Standby:
         await self._pull.close()
 
     async def _on_job(self, delivery: Delivery) -> None:
-        self._given[str(delivery.sequence)] = None
+        sequence = str(delivery.sequence)
+        self._given[sequence] = None
         while len(self._given) > _MAX_GIVEN:
             self._given.popitem(last=False)
+        expected, self._expected = list(self._expected.values()), {}
+        for _, _, timer in expected:
+            timer.cancel()
         await self._take(delivery)
+        for queue, announced, _ in expected:  # one pull brings one job, and the others wait
+            if announced != sequence:
+                self._missed(queue)

@@ -68,24 +68,34 @@ class Standing:
 
     def __init__(self) -> None:
         self.taken: list[int] = []
+        self.missed: list[QueueName] = []
+        self.miss = asyncio.Event()
         self.jobs = SimpleNamespace(handed_back_at={})
 
         async def take(delivery: Delivery) -> None:
             self.taken.append(delivery.sequence)
 
+        def missed(queue: QueueName) -> None:
+            self.missed.append(queue)
+            self.miss.set()
+
         bus: Any = None
         jobs: Any = self.jobs
-        self.standby = Standby(bus, jobs, worker="w", pool="default", take=take, look=lambda: None)
+        self.standby = Standby(bus, jobs, worker="w", pool="default", take=take, missed=missed, look=lambda: None)
 
     def place(self, *known: QueueName) -> QueueName | None:
         asyncio.run(self.standby.settle(known))
         pull: Any = self.standby._pull
         return pull.queue  # type: ignore[no-any-return]
 
-    def comes(self, delivery: Delivery) -> None:
+    async def comes(self, delivery: Delivery) -> None:
         pull: Any = self.standby._pull
         pull.queue = None
-        asyncio.run(pull.take(delivery))
+        await pull.take(delivery)
+
+    async def until_missed(self) -> list[QueueName]:
+        await asyncio.wait_for(self.miss.wait(), 10)
+        return self.missed
 
 
 def delivery_of(queue: QueueName, sequence: int = 1, *, preferred: str | None = None) -> Delivery:
@@ -123,25 +133,41 @@ def test_hints_of_other_pools_or_without_end_are_not_remembered(clock: Clock) ->
     assert len(standing.standby._avoided) == 1024
 
 
-def test_a_doubted_pull_covers_nothing_until_a_fetch_found_nothing(clock: Clock) -> None:
-    standing = Standing()
-    assert standing.place(NORMAL) == NORMAL
-    assert standing.standby.covers(NORMAL)
-    assert not standing.standby.covers(HIGH)
-    standing.standby.doubt()
-    assert not standing.standby.covers(NORMAL)
-    standing.standby.trust(HIGH)
-    assert not standing.standby.covers(NORMAL)
-    standing.standby.trust(NORMAL)
-    assert standing.standby.covers(NORMAL)
+async def test_what_was_announced_and_does_not_come_is_missed_and_doubted_until_a_fetch_found_nothing() -> None:
+    with patch("headrace.worker.standby.ParkedPull", Pull):
+        standing = Standing()
+        standby = standing.standby
+        assert not standby.expects(NORMAL, "1")
+        await standby.settle([NORMAL])
+        assert standby.covers(NORMAL)
+        assert not standby.expects(HIGH, "1")
+        assert standby.expects(NORMAL, "1")
+        assert await standing.until_missed() == [NORMAL]
+        assert not standby.covers(NORMAL)
+        assert not standby.expects(NORMAL, "2")
+        standby.trust(HIGH)
+        assert not standby.covers(NORMAL)
+        standby.trust(NORMAL)
+        assert standby.covers(NORMAL)
 
 
-def test_the_wake_of_a_job_that_came_by_itself_is_known(clock: Clock) -> None:
-    standing = Standing()
-    for sequence in range(1, 101):
-        assert standing.place(NORMAL) == NORMAL
-        standing.comes(delivery_of(NORMAL, sequence))
-        assert standing.standby.was_given(str(sequence))
-    assert standing.taken == list(range(1, 101))
-    assert not standing.standby.was_given("1")
-    assert not standing.standby.was_given("")
+async def test_of_several_announced_one_comes_and_the_others_are_fetched_at_once() -> None:
+    with patch("headrace.worker.standby.ParkedPull", Pull):
+        standing = Standing()
+        await standing.standby.settle([NORMAL])
+        assert all(standing.standby.expects(NORMAL, sequence) for sequence in ("7", "8", "", "9"))
+        await standing.comes(delivery_of(NORMAL, 8))
+        assert standing.missed == [NORMAL] * 3
+        assert standing.standby.expects(NORMAL, "8")
+        assert not standing.standby.expects(NORMAL, "10")
+
+
+async def test_the_wake_of_a_job_that_came_by_itself_is_known() -> None:
+    with patch("headrace.worker.standby.ParkedPull", Pull):
+        standing = Standing()
+        for sequence in range(1, 101):
+            await standing.comes(delivery_of(NORMAL, sequence))
+            assert standing.standby.expects(NORMAL, str(sequence))
+        assert standing.taken == list(range(1, 101))
+        assert not standing.standby.expects(NORMAL, "1")
+        assert not standing.standby.expects(NORMAL, "")
