@@ -33,6 +33,8 @@ _MAX_BATCH: Final = 16
 _AFTER_PREFERRED_S: Final = 0.002
 """Head start of the worker that has a job's beginning in its cache."""
 _FRESH_S: Final = 0.01
+_PARKED_FRESH_S: Final = 0.05
+"""The same where a parked pull brought it, and others before this one may have had it in their hands."""
 _HEAD_FOR_S: Final = 1.0
 """How long what is known of a queue's head may be true."""
 _MAX_INTERRUPTED: Final = 10_000
@@ -43,7 +45,8 @@ _MAX_HEADS: Final = 8
 
 def is_fresh(delivery: Delivery, *, now: float) -> bool:
     """Whether the job was published so short a time ago that the worker its hint names is about to fetch it."""
-    return delivery.job is not None and now - delivery.job.accepted_at <= _FRESH_S
+    fresh_s = _PARKED_FRESH_S if delivery.is_parked else _FRESH_S
+    return delivery.job is not None and now - delivery.job.accepted_at <= fresh_s
 
 
 class Puller:
