@@ -103,7 +103,8 @@ class Standby:
 
     def note(self, delivery: Delivery) -> None:
         """A job of ours came, by whatever way."""
-        self._last = delivery.queue
+        if delivery.queue.pool == self._pool:
+            self._last = delivery.queue
         if delivery.job is not None:
             self.note_hint(delivery.queue, delivery.job.preferred)
 

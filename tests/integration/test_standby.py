@@ -119,6 +119,15 @@ async def test_a_worker_that_holds_something_has_none(broker_url: str, prefix: s
         await are_parked(running, 1)
 
 
+async def test_two_jobs_of_two_queues_run_on_two_workers_of_one_slot(broker_url: str, prefix: str) -> None:
+    """One may come by itself as another is fetched: no worker keeps both."""
+    async with running_with(broker_url, prefix, "a", "b", max_concurrency=1) as running:
+        for _ in range(6):
+            both = [Reading("x", 80, priority=lane) for lane in ("normal", "high")]
+            await asyncio.gather(*(reading.read(running.client) for reading in both))
+            assert {reading.workers[-1] for reading in both} == {"a", "b"}
+
+
 async def test_a_lost_park_costs_a_few_milliseconds(
     broker_url: str, prefix: str, taken: list[Delivery], monkeypatch: pytest.MonkeyPatch
 ) -> None:
