@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, Self
 
@@ -30,7 +31,7 @@ from headrace.schemas.jobs import Job, decode_job
 from headrace.schemas.subjects import QueueName
 from headrace.schemas.workers import WorkerNudge
 
-__all__ = ["Delivery", "JobQueue", "Progress", "QueueCounts"]
+__all__ = ["Delivery", "JobQueue", "Progress", "QueueCounts", "delivery_of"]
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     """One fetched queue message: ours until its ack wait passes without a renewal.
 
-    `job` is None where the message is none of ours; such a message must be terminated, it can never run.
+    `job` is None where the message is none of ours; such a message must be terminated, it can never run. `is_parked`
+    says that it came by a parked pull, so that nobody here chose to fetch it.
     """
 
     queue: QueueName
@@ -98,6 +100,7 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     job: Job | None
     headers: Mapping[str, str]
     ack_subject: str
+    is_parked: bool = False
 
 
 class _Pull:
@@ -130,7 +133,7 @@ class JobQueue:
     """Work on the stream of one model. An async context manager: inside it, fetching works.
 
     Fetches go one at a time; a message that comes after its fetch gave up goes to `on_late`, so none is ever left
-    idle until its ack wait.
+    idle until its ack wait. `handed_back_at` says when a message of a queue was last handed back here (monotonic).
     """
 
     def __init__(self, bus: Bus, model: str, *, on_late: Callable[[Delivery], Awaitable[None]] | None = None) -> None:
@@ -145,6 +148,7 @@ class JobQueue:
         self._abandoned: _Pull | None = None
         self._num_fetches = 0
         self._consumers: set[QueueName] = set()
+        self.handed_back_at: dict[QueueName, float] = {}
 
     async def __aenter__(self) -> Self:
         self._subscription = await self._bus.subscribe(f"{self._inbox}.*", cb=self._on_message)
@@ -270,6 +274,19 @@ class JobQueue:
             return False
         return True
 
+    async def ensure_consumer(self, queue: QueueName) -> None:
+        """Make a queue's consumer unless it was there when last asked. Raises as `fetch_many` does."""
+        if queue not in self._consumers:
+            await self._make_consumer(queue)
+
+    def doubt_consumer(self, queue: QueueName) -> None:
+        """Its consumer may be gone, or its leader moved: look again next time."""
+        self._consumers.discard(queue)
+
+    def next_subject(self, queue: QueueName) -> str:
+        """Where requests for a queue's next message go."""
+        return f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{queue.consumer}"
+
     async def fetch(self, queue: QueueName) -> Delivery | None:
         """`fetch_many` of one."""
         return next(iter(await self.fetch_many(queue, 1)), None)
@@ -283,18 +300,17 @@ class JobQueue:
         BrokerUnsuitableError where somebody else's consumer takes the same jobs.
         """
         async with self._fetch_lock:
-            if queue not in self._consumers:
-                await self._ensure_consumer(queue)
+            await self.ensure_consumer(queue)
             answers = await self._pull_many(queue, limit)
         deliveries: list[Delivery] = []
         is_unserved = False
         for message in answers:
             status = (message.headers or {}).get("Status")
             if status is None:
-                delivery = self._delivery(message)
+                delivery = delivery_of(message)
                 deliveries += [delivery] if delivery is not None else []
             elif status not in _NOTHING_THERE:
-                self._consumers.discard(queue)  # deleted, or its leader moved: look again next time
+                self.doubt_consumer(queue)
                 is_unserved = is_unserved or status == _UNSERVED
         if is_unserved and not deliveries:
             raise BrokerUnavailableError(f"consumer {queue.consumer} of {self.stream} is not served now")
@@ -308,9 +324,7 @@ class JobQueue:
         try:
             while num_sent < limit:
                 num_sent += 1  # from here on it may have been sent
-                await self._bus.publish(
-                    f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{queue.consumer}", _PULL_ONE, reply=pull.subject
-                )
+                await self._bus.publish(self.next_subject(queue), _PULL_ONE, reply=pull.subject)
             await asyncio.wait((pull.answered,), timeout=timeout_s)
         except (asyncio.CancelledError, BrokerUnavailableError):
             for message in pull.answers:  # the jobs came in the very moment we were told to stop
@@ -332,6 +346,7 @@ class JobQueue:
 
     async def nak(self, delivery: Delivery, *, delay_s: float = 0) -> None:
         """Hand back: the broker redelivers it first, after `delay_s`. Wake somebody with `wake` too."""
+        self.handed_back_at[delivery.queue] = time.monotonic()
         body = _NAK if delay_s <= 0 else b'-NAK {"delay": %d}' % int(delay_s * _NANOSECONDS)
         await self._bus.publish(delivery.ack_subject, body)
 
@@ -379,7 +394,7 @@ class JobQueue:
         except NotProvisionedError:  # nobody answers at all, which says nothing about the stream
             raise BrokerUnavailableError(f"{self.stream}: JetStream does not answer") from None
 
-    async def _ensure_consumer(self, queue: QueueName) -> None:
+    async def _make_consumer(self, queue: QueueName) -> None:
         subject = self._bus.names.jobs(self.model, queue)
         config = {
             "name": queue.consumer,
@@ -422,22 +437,25 @@ class JobQueue:
         return message.subject.startswith(self._inbox)
 
     async def _too_late(self, message: Msg) -> None:
-        delivery = self._delivery(message)
+        delivery = delivery_of(message)
         if delivery is not None and self._on_late is not None:
             await self._on_late(delivery)
 
-    def _delivery(self, message: Msg) -> Delivery | None:
-        sequence = stream_sequence(message)
-        parts = message.reply.split(".")
-        queue = QueueName.from_consumer(parts[3]) if sequence is not None else None
-        if sequence is None or queue is None:
-            return None
-        headers = message.headers or {}
-        return Delivery(
-            queue=queue,
-            sequence=sequence,
-            num_delivered=int(parts[4]),
-            job=decode_job(headers, message.data),
-            headers=headers,
-            ack_subject=message.reply,
-        )
+
+def delivery_of(message: Msg, *, is_parked: bool = False) -> Delivery | None:
+    """A message as fetched; None if it is none of a job queue."""
+    sequence = stream_sequence(message)
+    parts = message.reply.split(".")
+    queue = QueueName.from_consumer(parts[3]) if sequence is not None else None
+    if sequence is None or queue is None:
+        return None
+    headers = message.headers or {}
+    return Delivery(
+        queue=queue,
+        sequence=sequence,
+        num_delivered=int(parts[4]),
+        job=decode_job(headers, message.data),
+        headers=headers,
+        ack_subject=message.reply,
+        is_parked=is_parked,
+    )

@@ -89,8 +89,9 @@ class Control:
                 break
             last = await self._log.last_from_leader(tenant, job)
             if last is not None and last.sequence > state.sequence:
-                state = step(state, last)
-                queued = queued or await self._message(tenant, job, state)
+                before, state = state, step(state, last)
+                if queued is None or _place_of(before) != _place_of(state):  # its number counts in one stream only
+                    queued = await self._message(tenant, job, state)
             else:
                 await retries.pause()
         if state.is_terminal:
@@ -183,6 +184,10 @@ def _with_wish(state: JobState, wish: CancelRequest) -> JobState:
     return msgspec.structs.replace(
         state, queue_sequence=state.queue_sequence or wish.sequence, model=state.model or wish.model or ""
     )
+
+
+def _place_of(state: JobState) -> tuple[str, int | None]:
+    return state.model, state.queue_sequence
 
 
 def _not_found() -> Refusal:

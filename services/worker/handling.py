@@ -53,6 +53,8 @@ _FIRST_RETRY_S: Final = 0.5
 _BUSY_RETRY_S: Final = 0.25
 _MAX_RETRY_S: Final = 30.0
 _SERVICE_TIME_WEIGHT: Final = 0.1
+_MAX_PARKED_HANDS: Final = 3
+"""Workers with a parked pull that may get a job one after the other and leave it to the one it names."""
 
 
 class Handler:
@@ -212,9 +214,14 @@ class Handler:
         log.info("job %s: others keep writing to its log; dropping the message", job.job)
 
     def _is_for_another(self, held: Held, job: Job) -> bool:
-        """Whether a worker that has its beginning in its cache was just woken for it; it is left to that one, once."""
+        """Whether a worker that has its beginning in its cache was just woken for it; it is left to that one, once.
+
+        One that came by a parked pull may go through several such hands, of whom none asked for it.
+        """
+        delivery = held.delivery
         is_named = job.preferred not in (None, self._identity(0).worker)
-        return is_named and held.delivery.num_delivered == 1 and is_fresh(held.delivery, now=self._bus.clock.now())
+        is_early = delivery.num_delivered <= (_MAX_PARKED_HANDS if delivery.is_parked else 1)
+        return is_named and is_early and is_fresh(delivery, now=self._bus.clock.now())
 
     async def _without_running(self, held: Held, job: Job, state: JobState, decision: Decision, span: Span) -> bool:
         """Follow a row that does not run the job; False means back to the top."""

@@ -1,10 +1,11 @@
 """When and from where a worker fetches: wakes, a look around now and then, and never more than it has room for."""
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from headrace.bus.connection import Bus, Message, Subscription
@@ -15,7 +16,8 @@ from headrace.discipline.shares import Shares
 from headrace.errors import BrokerError, BrokerUnsuitableError
 from headrace.schemas.config import Config
 from headrace.schemas.jobs import decode_need
-from headrace.schemas.subjects import HDR_PASSED, HDR_PREFERRED, LANES, WORKER_GROUP, QueueName
+from headrace.schemas.subjects import HDR_PASSED, HDR_PREFERRED, HDR_SEQUENCE, LANES, WORKER_GROUP, QueueName
+from headrace.worker.standby import Standby
 
 __all__ = ["Puller", "is_fresh"]
 
@@ -31,6 +33,8 @@ _MAX_BATCH: Final = 16
 _AFTER_PREFERRED_S: Final = 0.002
 """Head start of the worker that has a job's beginning in its cache."""
 _FRESH_S: Final = 0.01
+_PARKED_FRESH_S: Final = 0.05
+"""The same where a parked pull brought it, and others before this one may have had it in their hands."""
 _HEAD_FOR_S: Final = 1.0
 """How long what is known of a queue's head may be true."""
 _MAX_INTERRUPTED: Final = 10_000
@@ -41,7 +45,8 @@ _MAX_HEADS: Final = 8
 
 def is_fresh(delivery: Delivery, *, now: float) -> bool:
     """Whether the job was published so short a time ago that the worker its hint names is about to fetch it."""
-    return delivery.job is not None and now - delivery.job.accepted_at <= _FRESH_S
+    fresh_s = _PARKED_FRESH_S if delivery.is_parked else _FRESH_S
+    return delivery.job is not None and now - delivery.job.accepted_at <= fresh_s
 
 
 class Puller:
@@ -54,6 +59,9 @@ class Puller:
     next is the discipline's choice, over what this worker has served. Pools that its own lends to are looked at now
     and then, and only while its own has nothing and `may_borrow` says so: their own workers, which are woken, come
     first.
+
+    While `is_idle` says that it holds nothing, a pull is parked at one queue, which saves that queue's next job the
+    wake. It may bring a job beside any fetch, so it is withdrawn before one unless `has_room_for_two`.
     """
 
     def __init__(
@@ -69,6 +77,8 @@ class Puller:
         ageing_s: float,
         config: Callable[[], Config] = Config,
         may_borrow: Callable[[], bool] = lambda: True,
+        is_idle: Callable[[], bool] = lambda: False,
+        has_room_for_two: Callable[[], bool] = lambda: False,
     ) -> None:
         self._bus = bus
         self._queue = queue
@@ -80,6 +90,11 @@ class Puller:
         self._ageing_s = ageing_s
         self._config = config
         self._may_borrow = may_borrow
+        self._is_idle = is_idle
+        self._has_room_for_two = has_room_for_two
+        self._standby = Standby(
+            bus, queue, worker=worker, pool=pool, take=self._on_parked, missed=self._note_missed, look=self.look
+        )
         self._shares: dict[str, Shares] = {}
         self._waiting: dict[QueueName, int] = {}
         self._woken: dict[QueueName, int] = {}
@@ -104,7 +119,7 @@ class Puller:
     async def wake(self, queue: QueueName) -> None:
         """Somebody has a job for us in that queue; where there is no room after all, another worker is woken."""
         if self._has_room() and queue.pool in self._pools():
-            self._note(queue)
+            self._announce(queue, {})
         else:
             await self._queue.wake(queue, {HDR_PASSED: "1"})
 
@@ -136,6 +151,8 @@ class Puller:
                     log.warning("cannot fetch: %s", error)
                     await asyncio.sleep(_AFTER_ERROR_S)
         finally:
+            with contextlib.suppress(BrokerError):
+                await self._standby.close()
             await self._leave()
 
     def _has_room(self) -> bool:
@@ -151,7 +168,7 @@ class Puller:
 
     async def _round(self) -> None:
         if not self._has_room():
-            await self._leave()
+            await self._stand_back()
             return
         await self._join()
         resync = time.monotonic() - self._synced_at >= _RESYNC_S
@@ -171,12 +188,17 @@ class Puller:
         while self._has_room():
             deliveries = await self._fetch_next(batch)
             if not deliveries:
+                await (self._standby.settle(self._waiting) if self._is_idle() else self._standby.withdraw())
                 return
             batch = 2 * len(deliveries)
             for delivery in deliveries:
                 self._take(delivery)
-        if not self._has_room():
-            await self._leave()
+        await self._stand_back()
+
+    async def _stand_back(self) -> None:
+        """Full: no job may come by itself, and no wake."""
+        await self._standby.withdraw()
+        await self._leave()
 
     def _pools(self) -> tuple[str, ...]:
         """Its own pool, then those that it lends to."""
@@ -199,6 +221,10 @@ class Puller:
         views, shares = list(self._views(pool)), self._shares_of(pool)
         queues = choice.order(views, shares, ageing_s=self._ageing_s)
         for queue in queues:
+            if self._standby.covers(queue):
+                continue
+            if not await self._make_way():
+                return []
             limit = self._limit(queue, batch) if len(queues) == 1 else 1  # queues take turns message by message
             num_wakes, num_noted = self._woken.get(queue, 0), self._interrupted.get(queue, 0)
             deliveries = await self._queue.fetch_many(queue, limit)
@@ -209,21 +235,49 @@ class Puller:
                 num_wakes, num_noted = self._woken.get(queue, 0), self._interrupted.get(queue, 0)
                 deliveries = await self._queue.fetch_many(queue, limit)
             if deliveries:
-                for delivery in deliveries:
-                    need_tokens = delivery.job.need_tokens if delivery.job is not None else 0
-                    choice.charge(views, shares, delivery.queue, need_tokens, ageing_s=self._ageing_s)
-                self._is_behind = not is_fresh(deliveries[-1], now=self._bus.clock.now())
-                self._waiting[queue] = max(0, self._waiting.get(queue, 0) - len(deliveries))
                 self._woken[queue] = max(0, self._woken.get(queue, 0) - len(deliveries))
-                self._heads.pop(queue, None)
-                # Redeliveries come first, so one that is none says that no more of those noted before wait.
-                is_redelivery = deliveries[-1].num_delivered > 1
-                self._forget_interrupted(queue, len(deliveries) if is_redelivery else num_noted)
+                self._count_as_served(queue, deliveries, views, num_noted=num_noted)
                 return deliveries
+            self._standby.trust(queue)
             num_since = self._woken.get(queue, 0) - num_wakes  # woken while it was asked
             self._waiting[queue] = self._woken[queue] = num_since
             self._forget_interrupted(queue, num_noted)
         return []
+
+    def _count_as_served(
+        self, queue: QueueName, deliveries: list[Delivery], views: list[QueueView], *, num_noted: int
+    ) -> None:
+        for delivery in deliveries:
+            need_tokens = delivery.job.need_tokens if delivery.job is not None else 0
+            choice.charge(views, self._shares_of(queue.pool), queue, need_tokens, ageing_s=self._ageing_s)
+            self._standby.note(delivery)
+        self._is_behind = not is_fresh(deliveries[-1], now=self._bus.clock.now())
+        self._waiting[queue] = max(0, self._waiting.get(queue, 0) - len(deliveries))
+        self._heads.pop(queue, None)
+        # Redeliveries come first, so one that is none says that no more of those noted before wait.
+        is_redelivery = deliveries[-1].num_delivered > 1
+        self._forget_interrupted(queue, len(deliveries) if is_redelivery else num_noted)
+
+    async def _make_way(self) -> bool:
+        """Withdraw the parked pull unless its job would have room beside one that is fetched; whether there is room."""
+        if self._standby.is_parked and not (self._is_idle() and self._has_room_for_two()):
+            await self._standby.withdraw()
+        return self._has_room()
+
+    async def _on_parked(self, delivery: Delivery) -> None:
+        """A job came by itself: take it, or hand it back if there is no room any more."""
+        queue = delivery.queue
+        if not self._has_room():
+            await self._queue.nak(delivery)
+            await self._queue.wake(queue, delivery.headers)
+            return
+        self._waiting[queue] = self._waiting.get(queue, 0) + 1
+        if delivery.job is not None and delivery.job.need_tokens > self._fetchable_tokens():
+            self._standby.avoid(queue)
+        views = list(self._views(queue.pool))
+        self._count_as_served(queue, [delivery], views, num_noted=self._interrupted.get(queue, 0))
+        self._take(delivery)
+        self.look()
 
     def _forget_interrupted(self, queue: QueueName, number: int) -> None:
         num_left = self._interrupted.pop(queue, 0) - number
@@ -232,7 +286,7 @@ class Puller:
 
     def _limit(self, queue: QueueName, batch: int) -> int:
         """As many as we were woken for, since each wake goes to one worker; else twice as many as came at last."""
-        wanted = min(max(batch, self._woken.get(queue, 0)), _MAX_BATCH)
+        wanted = min(max(batch, self._woken.get(queue, 0)), _MAX_BATCH) if not self._standby.is_parked else 1
         return max(1, self._num_fetchable(wanted)) if wanted > 1 else 1
 
     def _views(self, pool: str) -> Iterator[QueueView]:
@@ -287,17 +341,27 @@ class Puller:
         num_tokens = self._fetchable_tokens() if not self._is_stopped else 0
         may_pass = HDR_PASSED not in headers
         if num_tokens and (decode_need(headers) <= num_tokens or not may_pass):
-            if headers.get(HDR_PREFERRED, self._worker) == self._worker:
-                self._note(queue)
-            else:
-                asyncio.get_running_loop().call_later(_AFTER_PREFERRED_S, self._note, queue)
+            self._announce(queue, headers)
         elif may_pass:  # it does not fit, or came as we filled up: somebody else may have room
             await self._bus.publish(message.subject, headers={**headers, HDR_PASSED: "1"})
 
-    def _note(self, queue: QueueName) -> None:
+    def _announce(self, queue: QueueName, headers: Mapping[str, str]) -> None:
+        sequence, preferred = headers.get(HDR_SEQUENCE, ""), headers.get(HDR_PREFERRED)
+        self._standby.note_hint(queue, preferred)
+        if self._standby.expects(queue, sequence):
+            return
+        if preferred in (None, self._worker):
+            self._note(queue)
+        else:
+            asyncio.get_running_loop().call_later(_AFTER_PREFERRED_S, self._note, queue)
+
+    def _note_missed(self, queue: QueueName) -> None:
+        self._note(queue, num_wakes=0)
+
+    def _note(self, queue: QueueName, *, num_wakes: int = 1) -> None:
         if queue in self._waiting:
             self._waiting[queue] += 1
-            self._woken[queue] = self._woken.get(queue, 0) + 1
+            self._woken[queue] = self._woken.get(queue, 0) + num_wakes
         else:  # anybody can publish a wake; whether there is such a queue, the stream knows
             self._synced_at = -math.inf
         self._look.set()

@@ -137,6 +137,8 @@ class Worker:
             fetchable_tokens=self._fetchable_tokens,
             num_fetchable=self._num_fetchable,
             may_borrow=lambda: self._held.num_kept_back < _MAX_KEPT_BACK_TO_BORROW,
+            is_idle=lambda: not len(self._held),
+            has_room_for_two=self._has_room_for_two,
             take=self._take,
             ageing_s=self._settings.ageing_s,
             config=lambda: self._view.config,
@@ -271,6 +273,18 @@ class Worker:
             max_waiters=_MAX_WAITERS,
         )
 
+    def _has_room_for_two(self) -> bool:
+        """Whether a job that nobody chose would leave room for another, were neither larger than usual."""
+        number = num_fetchable(
+            self._promised_room(),
+            self._gate.waiters,
+            need_tokens=self._settings.default_max_tokens,
+            limit=2,
+            ageing_s=self._settings.ageing_s,
+            max_waiters=_MAX_WAITERS,
+        )
+        return number == 2
+
     def _promised_room(self) -> Room:
         """The room beside what runs and what was fetched: where its exact need is not known yet, the router's estimate
         counts.
@@ -375,6 +389,7 @@ class Worker:
 
     def _on_lost(self) -> None:
         self._held.void_all()
+        self._puller.look()
 
     # what is done to it
 
@@ -422,6 +437,7 @@ class Worker:
 
     async def _restart_engine(self, reason: EngineFailure, why: str) -> None:
         self._set_state("Failed", why)
+        self._puller.look()
         self._gate.pause()
         for execution in self._held.executions():
             execution.stop(reason)

@@ -18,6 +18,7 @@ from headrace.lifecycle import ChildProcess
 from headrace.schemas.subjects import QueueName
 from tests.deployment import MODEL, Deployment, deployment, sim, until
 from tests.faults.reading import Reading
+from tests.integration.test_parked_pull import num_parked
 from tests.processes import part
 
 TTL_S, BEAT_S = 2.0, 0.5
@@ -103,6 +104,51 @@ async def test_a_stopped_worker_in_mid_job_is_evicted_and_there_is_one_answer(
         old.send_signal(signal.SIGTERM)
         assert await old.wait() == 0
     assert reading.workers == ["old", "new"]
+
+
+async def test_a_job_that_an_idle_stopped_worker_is_given_runs_on_another_in_time(
+    running: Deployment, tmp_path: Path
+) -> None:
+    """Its parked pull takes one for as long as it waits at the broker, and no other after that."""
+    first, second, third = (Reading(name, 3) for name in ("first", "second", "third"))
+    async with asyncio.timeout(50), worker(running, tmp_path, "old", tokens_per_second=300) as old:
+        await until(lambda: running.is_ready("old"), timeout_s=30)
+        await first.read(running.client)
+        await until(lambda: is_parked(running))
+        old.send_signal(signal.SIGSTOP)
+        new = await running.worker(sim(), worker="new")
+        began = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(second.read(running.client))
+            await second_accepted(running)
+            group.create_task(third.read(running.client))
+            await until(lambda: is_done(third), timeout_s=1)  # only one went astray
+        waited_s = time.monotonic() - began
+        print(f"done {waited_s:.2f} s after it was sent")
+        assert waited_s < EVICTED_WITHIN_S + LATE_S
+        old.send_signal(signal.SIGCONT)
+        await until(lambda: is_empty(running))
+        await new.stop()
+        again = Reading("again", 3)
+        await until(lambda: running.is_ready("old"), timeout_s=15)
+        await again.read(running.client)
+        assert again.workers == ["old"]
+        old.send_signal(signal.SIGTERM)
+        assert await old.wait() == 0
+    assert second.workers == third.workers == ["new"]
+
+
+async def is_parked(running: Deployment) -> bool:
+    return await num_parked(running.bus, JobQueue(running.bus, MODEL)) == 1
+
+
+async def second_accepted(running: Deployment) -> None:
+    """Wait until the broker has given the second job away."""
+
+    async def are_two() -> bool:
+        return await num_deliveries(running) == 2
+
+    await until(are_two)
 
 
 async def test_a_stopped_worker_that_returns_while_its_replacement_runs(running: Deployment, tmp_path: Path) -> None:

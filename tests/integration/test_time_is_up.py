@@ -2,6 +2,7 @@
 
 import pytest
 
+from headrace.bus.connection import Stored, StoreResult
 from headrace.bus.handover import publish_to_fallback
 from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import JobQueue
@@ -9,6 +10,8 @@ from headrace.bus.provision import ensure_jobs_stream
 from headrace.client import Accepted, Delta, Done
 from headrace.errors import BrokerError, JobExpiredError, JobFailedError
 from headrace.monitor import run_monitor
+from headrace.schemas import events
+from headrace.schemas.events import Event
 from headrace.schemas.jobs import decode_job
 from headrace.schemas.subjects import QueueName
 from tests.deployment import MODEL, Deployment, deployment, sim, until
@@ -142,3 +145,34 @@ async def test_a_running_job_ends_at_its_deadline_and_its_engine_is_aborted(brok
         assert any(isinstance(event, Delta) for event in seen)
         assert engine.num_running == 0
         assert engine.num_aborted == 1
+
+
+async def test_a_cancel_that_loses_to_a_hand_over_deletes_the_job_where_it_went_and_no_other(
+    broker_url: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message's number counts in its model's stream only: there the same one may be another job's."""
+    async with deployment(broker_url, prefix) as running:
+        here, there = JobQueue(running.bus, MODEL), JobQueue(running.bus, OTHER)
+        for model in (MODEL, OTHER):
+            await ensure_jobs_stream(running.bus, model)
+        for job_id in ("bystander", "late"):
+            await anext(aiter(running.client.stream(model=MODEL, prompt=PROMPT, fallback=OTHER, job_id=job_id)))
+        append = JobLog.append
+
+        async def append_late(self: JobLog, tenant: str, event: Event, *, expected: int, ttl_s: float) -> StoreResult:
+            monkeypatch.setattr(JobLog, "append", append)
+            found = await here.message_of(2)
+            job = decode_job(*found) if found is not None else None
+            assert job is not None
+            sequence = await publish_to_fallback(running.bus, job, QueueName(), {})
+            assert sequence == 1
+            moved = events.handed_over(
+                job.job, attempt=2, model=OTHER, queue_sequence=sequence, body_hash=job.body_hash
+            )
+            assert isinstance(await self.append(tenant, moved, expected=expected, ttl_s=ttl_s), Stored)
+            return await self.append(tenant, event, expected=expected, ttl_s=ttl_s)
+
+        monkeypatch.setattr(JobLog, "append", append_late)
+        assert (await running.client.cancel("late")).state == "cancelled"
+        assert await here.headers_of(1) is not None
+        assert await there.counts() == {}

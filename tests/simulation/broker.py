@@ -2,7 +2,8 @@
 
 Sources: the notes on the real server's behaviour that the protocol was built on, and the server's own rules for
 work-queue consumers (redelivery first and in order, any ack of a message removes it, a NAK counts only above the ack
-floor and for what is pending). Every message crosses a link with a random delay, in order for each connection.
+floor and for what is pending, what is parked is served oldest first while somebody listens to its inbox). Every
+message crosses a link with a random delay, in order for each connection.
 """
 
 import asyncio
@@ -57,14 +58,23 @@ class Stored:
         self.is_gone = False
 
 
+class _Parked:
+    """A request that waits for a message until it expires."""
+
+    def __init__(self, reply: str) -> None:
+        self.reply = reply
+
+
 class _Consumer:
     def __init__(self, config: dict[str, Any]) -> None:
+        self.name: str = config["name"]
         self.filter = config["filter_subject"]
         self.ack_wait_s = config.get("ack_wait", 30_000_000_000) / 1e9
         self.dseq = self.sseq = self.floor_dseq = self.floor_sseq = 0
         self.pending: dict[int, list[float]] = {}  # stream sequence -> [first consumer sequence, due]
         self.deliveries: dict[int, int] = {}
         self.redeliver: list[int] = []
+        self.parked: list[_Parked] = []
 
 
 class Stream:
@@ -116,7 +126,7 @@ class Link:
 class ModelBroker:
     """Streams, consumers, subjects. Hooks: `on_store` and `on_remove` are called as a message is stored or removed.
 
-    `trace` collects what happened to jobs, a line each.
+    `trace` collects what happened to jobs, a line each; `num_served_parked` counts jobs that a parked pull got.
     """
 
     def __init__(self, loop: SimulatedLoop, rng: random.Random, faults: Faults, context: Context) -> None:
@@ -128,6 +138,7 @@ class ModelBroker:
         self.on_store: Callable[[Stream, Stored, Link | None], None] = lambda *_: None
         self.on_remove: Callable[[Stream, Stored, str], None] = lambda *_: None
         self.trace: list[str] = []
+        self.num_served_parked = 0
         self._awaited: tuple[int, asyncio.Future[None]] | None = None
 
     # the network
@@ -302,7 +313,11 @@ class ModelBroker:
             self.loop.call_at(due, self._expire, stream, message, context=self._context)
         republish = stream.config.get("republish")
         if republish is not None and republish.get("headers_only"):
-            self._deliver(republish["dest"][:-1] + subject[len(republish["src"]) - 1 :], "", b"", headers)
+            announced = {**headers, "Nats-Sequence": str(message.seq)}
+            self._deliver(republish["dest"][:-1] + subject[len(republish["src"]) - 1 :], "", b"", announced)
+        for consumer in stream.consumers.values():
+            if consumer.filter == subject:
+                self._serve_later(stream, consumer)
         return message
 
     def _expire(self, stream: Stream, message: Stored) -> None:
@@ -321,12 +336,14 @@ class ModelBroker:
 
     def end_ack_wait(self, stream_name: str, which: int) -> None:
         """Let the ack wait of one message in flight be over now, as if its renewals had been lost."""
-        for consumer in self.streams[stream_name].consumers.values():
+        stream = self.streams[stream_name]
+        for consumer in stream.consumers.values():
             waiting = sorted(seq for seq in consumer.pending if seq not in consumer.redeliver)
             if waiting:
                 seq = waiting[which % len(waiting)]
                 self.note(f"message {seq}: ACK WAIT is over")
                 consumer.redeliver.append(seq)
+                self._serve_later(stream, consumer)
 
     def _view(self, stream: Stream) -> tuple[int, bool]:
         """Up to which sequence a direct read sees, and whether that is an older state."""
@@ -367,7 +384,7 @@ class ModelBroker:
         elif subject.startswith("STREAM.MSG."):
             self._message_api(words[2], words[3], reply, payload)
         elif subject.startswith("CONSUMER.MSG.NEXT."):
-            self._pull(words[3], words[4], reply)
+            self._pull(words[3], words[4], reply, payload)
         elif words[2] not in self.streams:
             self._json(reply, _error(_NO_STREAM, "stream not found"))
         elif words[0] == "STREAM":
@@ -482,16 +499,53 @@ class ModelBroker:
 
     # consumers
 
-    def _pull(self, stream_name: str, consumer_name: str, reply: str) -> None:
+    def _pull(self, stream_name: str, consumer_name: str, reply: str, payload: dict[str, Any]) -> None:
         stream = self.streams.get(stream_name)
         consumer = stream.consumers.get(consumer_name) if stream is not None else None
         if stream is None or consumer is None:
             self._answer(reply, b"", {"Status": "503"})
             return
         message = self._next(stream, consumer)
-        if message is None:
+        if message is not None:
+            self._deliver_job(stream, consumer, message, reply)
+        elif payload.get("no_wait"):
             self._answer(reply, b"", {"Status": "404"})
-            return
+        else:
+            parked = _Parked(reply)
+            consumer.parked.append(parked)
+            due = self.loop.time() + payload["expires"] / 1e9
+            self.loop.call_at(due, self._expire_parked, consumer, parked, context=self._context)
+
+    def _expire_parked(self, consumer: _Consumer, parked: _Parked) -> None:
+        if parked in consumer.parked:
+            consumer.parked.remove(parked)
+            if not self._happens(self.faults.lost_answer):
+                self._answer(parked.reply, b"", {"Status": "408"})
+
+    def drop_parked(self, *, is_told: bool) -> None:
+        """What a change of leaders does with what is parked: all is forgotten, told or not."""
+        for stream in self.streams.values():
+            for consumer in stream.consumers.values():
+                parked, consumer.parked = consumer.parked, []
+                for each in parked if is_told else ():
+                    self._answer(each.reply, b"", {"Status": "409"})
+
+    def _serve_parked(self, stream: Stream, consumer: _Consumer) -> None:
+        """Give what waits to the oldest requests of those that still listen."""
+        while consumer.parked:
+            if not any(_matches(sub.subject, consumer.parked[0].reply) for sub in self._subscriptions):
+                consumer.parked.pop(0)
+                continue
+            message = self._next(stream, consumer)
+            if message is None:
+                return
+            self.num_served_parked += 1
+            self._deliver_job(stream, consumer, message, consumer.parked.pop(0).reply)
+
+    def _serve_later(self, stream: Stream, consumer: _Consumer) -> None:
+        self._later(stream.name, lambda: self._serve_parked(stream, consumer))
+
+    def _deliver_job(self, stream: Stream, consumer: _Consumer, message: Stored, reply: str) -> None:
         consumer.dseq += 1
         count = consumer.deliveries[message.seq] = consumer.deliveries.get(message.seq, 0) + 1
         due = self.loop.time() + consumer.ack_wait_s
@@ -499,8 +553,8 @@ class ModelBroker:
             consumer.pending[message.seq][1] = due
         else:
             consumer.pending[message.seq] = [consumer.dseq, due]
-            self.loop.call_at(due, self._check_pending, consumer, message.seq, context=self._context)
-        subject = f"$JS.ACK.{stream_name}.{consumer_name}.{count}.{message.seq}.{consumer.dseq}.0.0"
+            self.loop.call_at(due, self._check_pending, stream, consumer, message.seq, context=self._context)
+        subject = f"$JS.ACK.{stream.name}.{consumer.name}.{count}.{message.seq}.{consumer.dseq}.0.0"
         receivers = [sub for sub in self._subscriptions if _matches(sub.subject, reply)]
         self.note(
             f"message {message.seq} delivered to {receivers[0].link.name if receivers else 'nobody'} (no. {count})"
@@ -522,7 +576,7 @@ class ModelBroker:
                 return message
         return None
 
-    def _check_pending(self, consumer: _Consumer, seq: int) -> None:
+    def _check_pending(self, stream: Stream, consumer: _Consumer, seq: int) -> None:
         entry = consumer.pending.get(seq)
         if entry is None:
             return
@@ -531,8 +585,9 @@ class ModelBroker:
             if seq not in consumer.redeliver:
                 self.note(f"message {seq}: ACK WAIT is over")
                 consumer.redeliver.append(seq)
+                self._serve_later(stream, consumer)
             entry[1] = now + consumer.ack_wait_s
-        self.loop.call_at(entry[1] + 1e-6, self._check_pending, consumer, seq, context=self._context)
+        self.loop.call_at(entry[1] + 1e-6, self._check_pending, stream, consumer, seq, context=self._context)
 
     def _ack(self, subject: str, data: bytes, sender: Link) -> None:
         words = subject.split(".")
@@ -554,6 +609,7 @@ class ModelBroker:
             self.note(f"{sender.name}: NAK of message {seq}")
             if seq not in consumer.redeliver:
                 consumer.redeliver.append(seq)
+            self._serve_later(stream, consumer)
 
     def _stamp(self, at: float) -> str:
         return datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")

@@ -24,7 +24,7 @@ def _actions(kinds: str, who: st.SearchStrategy[int], much: st.SearchStrategy[fl
 
 _submits = _actions("submit", _jobs, st.sampled_from((0.5, 0.25, 0.15, 0.9)))
 _questions = _actions("cancel status", _jobs, st.just(0.0))
-_crashes = _actions("kill hang slow outage drain", _parts, _lasting)
+_crashes = _actions("kill hang slow outage drain leader", _parts, _lasting)
 _engines = _actions("fail fail busy die stall", _parts, st.just(0.0))
 _times = _actions("redeliver redeliver expire", _parts, st.just(0.0))
 

@@ -367,7 +367,11 @@ class World:
             case "outage":
                 self.faults.outage = "unserved" if action.who % 2 else "silent"
                 self.broker.note(f"=== outage ({self.faults.outage}) for {action.much:.1f} s")
+                self.broker.drop_parked(is_told=action.who % 4 < 2)
                 self.loop.call_later(action.much, self._end_outage)
+            case "leader":
+                self.broker.note("=== consumers have another leader")
+                self.broker.drop_parked(is_told=bool(action.who % 2))
             case "fail" if engine is not None:
                 engine.failing += 1
             case "busy" if engine is not None:

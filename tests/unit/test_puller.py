@@ -45,7 +45,7 @@ class Queues:
             queue=queue,
             sequence=self.sequence,
             num_delivered=1,
-            job=SimpleNamespace(need_tokens=10, accepted_at=0.0),  # type: ignore[arg-type]
+            job=SimpleNamespace(need_tokens=10, accepted_at=0.0, preferred=None),  # type: ignore[arg-type]
             headers={},
             ack_subject="ack",
         )

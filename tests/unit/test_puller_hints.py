@@ -41,7 +41,7 @@ class Queues:
         number = min(limit, self.waiting.get(queue, 0))
         self.in_fetch()
         self.waiting[queue] = self.waiting.get(queue, 0) - number
-        job: Any = SimpleNamespace(need_tokens=10, accepted_at=self.accepted_at)
+        job: Any = SimpleNamespace(need_tokens=10, accepted_at=self.accepted_at, preferred=None)
         return [
             Delivery(queue=queue, sequence=1, num_delivered=1, job=job, headers={}, ack_subject="ack")
             for _ in range(number)
