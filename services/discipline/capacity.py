@@ -1,7 +1,6 @@
 """KV tokens that memory carries, measured, for an engine that allocates as it goes."""
 
 from collections import deque
-from collections.abc import Hashable, Mapping
 from typing import Final
 
 __all__ = ["RISE_S", "MeasuredCapacity", "bytes_per_token", "capacity_tokens"]
@@ -31,13 +30,14 @@ def capacity_tokens(
 class MeasuredCapacity:
     """The capacity by what was measured last. With it, the needs of all that run and start fit into memory.
 
-    Two things no measurement shows. A request that ends may have given its memory back or not: what it had allocated
-    counts as taken until the next measurement. One that reads its prompt may have allocated any part of it: it counts
-    as none, so the capacity is less by as much meanwhile.
+    Two things no measurement shows. A request that ended may have given its memory back or not: all it needed counts
+    as taken until the next measurement (`unseen_tokens`). One that reads its prompt may have allocated any part of it:
+    that counts as none, so the capacity is less by as much meanwhile.
 
     It falls at once, and below what is reserved if others take that much: then nobody starts, and nobody is stopped.
     It rises after `RISE_S`, so that noise does not make it flutter. Where the engine keeps what requests allocated
-    (`is_kept`), the most they ever had counts as allocated, up to the most that was ever free.
+    (`is_kept`), the most they ever had counts as allocated, up to what is missing of the most that was ever free; of
+    those that ended since the last measurement, whatever is missing may be theirs.
     """
 
     def __init__(self, *, bytes_per_token: int, reserve_bytes: int, block_size: int = 1, is_kept: bool = False) -> None:
@@ -47,51 +47,57 @@ class MeasuredCapacity:
         self._is_kept = is_kept
         self._kept_tokens = 0
         self._most_free_tokens = 0
-        self._allocated: dict[Hashable, int] = {}
         self._samples: deque[tuple[float, int]] = deque()
         self._level_tokens: int | None = None
         self._sure_tokens = 0
-        self._unseen_tokens = 0
+        self.unseen_tokens = 0
         self.peak_tokens = 0
 
     @property
     def tokens(self) -> int:
         """KV tokens, what runs now included; 0 before the first measurement."""
-        level = min(self._level_tokens or 0, self._sure_tokens)
-        return max(0, level - self._unseen_tokens) // self._block_size * self._block_size
+        return min(self._level_tokens or 0, self._sure_tokens)
 
     def note(
-        self, free_bytes: int, allocated: Mapping[Hashable, int], *, pending_tokens: int = 0, now_s: float
+        self,
+        free_bytes: int,
+        *,
+        num_running: int,
+        allocated_tokens: int,
+        pending_tokens: int = 0,
+        unseen_tokens: int = 0,
+        now_s: float,
     ) -> None:
         """Take in a measurement.
 
-        `allocated` has every request that holds a reservation, with the tokens it surely had allocated when the memory
-        was read; `pending_tokens` is what they may have allocated beyond that.
+        `allocated_tokens` are what the requests that hold a reservation surely had when the memory was read,
+        `pending_tokens` what they may have had beyond that; `unseen_tokens` were released since it was read.
         """
-        held_tokens = self._held_tokens(free_bytes, sum(allocated.values()))
+        held_tokens = self._held_tokens(free_bytes, allocated_tokens, self.unseen_tokens - unseen_tokens)
         self._sure_tokens = self._capacity(free_bytes, held_tokens)
-        self._allocated = {} if self._is_kept else dict(allocated)
-        self._unseen_tokens = 0
+        self.unseen_tokens = unseen_tokens
         self._samples.append((now_s, self._capacity(free_bytes, held_tokens + pending_tokens)))
         while self._samples[0][0] < now_s - RISE_S:
             self._samples.popleft()
         floor = min(tokens for _, tokens in self._samples)
         level = self._level_tokens
-        if level is None or floor < level or not allocated or floor - level > self.peak_tokens // _DEAD_BAND:
+        if level is None or floor < level or not num_running or floor - level > self.peak_tokens // _DEAD_BAND:
             self._level_tokens = floor
         self.peak_tokens = max(self.peak_tokens, self.tokens)
 
-    def release(self, holder: Hashable) -> None:
-        """A request ended; nothing if it is not known."""
-        self._unseen_tokens += self._allocated.pop(holder, 0)
+    def release(self, need_tokens: int) -> None:
+        """A request that needed so many ended."""
+        self.unseen_tokens += need_tokens
 
-    def _held_tokens(self, free_bytes: int, allocated_tokens: int) -> int:
+    def _held_tokens(self, free_bytes: int, allocated_tokens: int, ended_tokens: int) -> int:
         if not self._is_kept:
             return allocated_tokens
         free_tokens = self._capacity(free_bytes, 0)
         self._most_free_tokens = max(self._most_free_tokens, free_tokens)
-        self._kept_tokens = max(self._kept_tokens, allocated_tokens)
-        return max(allocated_tokens, min(self._kept_tokens, self._most_free_tokens - free_tokens))
+        missing_tokens = self._most_free_tokens - free_tokens
+        ended_and_kept_tokens = min(missing_tokens, allocated_tokens + ended_tokens)
+        self._kept_tokens = max(self._kept_tokens, allocated_tokens, ended_and_kept_tokens)
+        return max(allocated_tokens, min(self._kept_tokens, missing_tokens))
 
     def _capacity(self, free_bytes: int, allocated_tokens: int) -> int:
         return capacity_tokens(

@@ -12,11 +12,12 @@ from headrace.lifecycle import wait_first
 from headrace.schemas.workers import CapacitySource
 from headrace.worker.engines.base import Engine, KvMemory
 from headrace.worker.execution import Execution
-from headrace.worker.held import HeldSet
+from headrace.worker.gpu import find_gpu
+from headrace.worker.held import Held, HeldSet
 from headrace.worker.ledger import Ledger
 from headrace.worker.memory import EngineProbe, HostMemory, HostProbe, Memory, MemoryProbe
 
-__all__ = ["DEFAULT_RESERVE", "KvCapacity"]
+__all__ = ["DEFAULT_RESERVE", "KvCapacity", "make_probe"]
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class KvCapacity:
         self._probe: MemoryProbe | None = None
         self._memory: Memory | None = None
         self._is_readable = True
+        self._has_warned = False
         self._block_size = 1
         self._released = asyncio.Event()
         self.source: CapacitySource | None = "told" if told_tokens is not None else None
@@ -56,6 +58,7 @@ class KvCapacity:
             "kv_capacity_tokens": self._ledger.capacity_tokens or 0,
             "kv_capacity_source": self.source,
             "kv_capacity_peak_tokens": measured.peak_tokens if measured is not None else None,
+            "gpu": memory.gpu if memory is not None else None,
             "memory_total_bytes": memory.total_bytes if memory is not None else None,
             "memory_free_bytes": memory.free_bytes if memory is not None else None,
             "memory_reserved_bytes": measured.reserve_bytes if measured is not None else None,
@@ -86,19 +89,21 @@ class KvCapacity:
             measured = self._ledger.measured
             if measured is None or self._probe is None or not is_up():
                 continue
-            before = measured.tokens
+            tokens, unseen_tokens = measured.tokens, measured.unseen_tokens
             await self._measure(self._probe, measured)
-            if measured.tokens != before:
+            if unseen_tokens or measured.tokens != tokens:
                 changed()
+            elif not self._ledger.num_running:
+                self._warn_if_less(measured)
 
     async def _begin(self, engine: Engine, kv: KvMemory, *, block_size: int) -> None:
-        probe = make_probe(kv.device, engine)
+        probe = await asyncio.to_thread(make_probe, kv.device, engine)
         memory = await _read(probe)
+        told_bytes = kv.reserve_bytes
+        reserve_bytes = told_bytes if told_bytes is not None else int(memory.total_bytes * DEFAULT_RESERVE)
         measured = MeasuredCapacity(
             bytes_per_token=kv.bytes_per_token,
-            reserve_bytes=kv.reserve_bytes
-            if kv.reserve_bytes is not None
-            else int(memory.total_bytes * DEFAULT_RESERVE),
+            reserve_bytes=reserve_bytes,
             block_size=block_size,
             is_kept=kv.is_kept,
         )
@@ -110,9 +115,19 @@ class KvCapacity:
             memory.source, measured.tokens, measured.bytes_per_token, measured.reserve_bytes,
         )  # fmt: skip
 
+    def _warn_if_less(self, measured: MeasuredCapacity) -> None:
+        if measured.tokens < measured.peak_tokens // 2 and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "nothing runs, but free memory carries %d KV tokens where it carried %d: others have it, or the engine "
+                "keeps what requests allocated (then tell: keeps_memory)",
+                measured.tokens, measured.peak_tokens,
+            )  # fmt: skip
+
     async def _measure(self, probe: MemoryProbe, measured: MeasuredCapacity) -> None:
         """What runs is looked at before memory is: what it allocates meanwhile is counted as free by neither."""
-        allocated = dict.fromkeys(self._ledger.holders, 0)
+        unseen_tokens = measured.unseen_tokens
+        allocated: dict[Held, int] = {}
         pending_tokens = 0
         for held in self._held:
             if held.execution is not None and (need_tokens := self._ledger.need_of(held)) is not None:
@@ -130,8 +145,10 @@ class KvCapacity:
             self._is_readable = False
         measured.note(
             free_bytes,
-            {holder: tokens for holder, tokens in allocated.items() if holder in self._ledger},
+            num_running=self._ledger.num_running,
+            allocated_tokens=sum(tokens for held, tokens in allocated.items() if held in self._ledger),
             pending_tokens=pending_tokens if self._is_readable else 0,
+            unseen_tokens=measured.unseen_tokens - unseen_tokens,
             now_s=time.monotonic(),
         )
 
@@ -145,9 +162,11 @@ class KvCapacity:
         return -(-num_tokens // self._block_size) * self._block_size
 
 
-def make_probe(device: str | None, engine: Engine) -> MemoryProbe:
+def make_probe(device: str, engine: Engine) -> MemoryProbe:
     """What tells the free memory of `device`, as `KvMemory` names it."""
-    return EngineProbe(engine) if device == "engine" else HostProbe()
+    if device == "engine":
+        return EngineProbe(engine)
+    return HostProbe() if device == "host" else find_gpu(device)
 
 
 async def _read(probe: MemoryProbe) -> Memory:

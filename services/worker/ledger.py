@@ -1,6 +1,6 @@
 """What a worker has promised its engine's memory to."""
 
-from collections.abc import Callable, Hashable, KeysView
+from collections.abc import Callable, Hashable
 
 from headrace.discipline.capacity import MeasuredCapacity
 from headrace.discipline.room import Room
@@ -13,7 +13,8 @@ class Ledger:
 
     Reserved at claim, released at the end whatever the end is. Concurrency and memory are checked together; a capacity
     of None means the engine does not tell, and only concurrency counts. Where it is `measured`, that is the capacity;
-    it may fall below what is reserved. `on_release` is called when memory may have become free.
+    it may fall below what is reserved, and what is released counts as reserved until a measurement. `on_release` is
+    called when one would show more.
     """
 
     def __init__(self, *, capacity_tokens: int | None, max_concurrency: int) -> None:
@@ -35,11 +36,6 @@ class Ledger:
     def capacity_tokens(self, tokens: int | None) -> None:
         self._capacity_tokens = tokens
 
-    @property
-    def holders(self) -> KeysView[Hashable]:
-        """Who holds a reservation."""
-        return self._needs.keys()
-
     def need_of(self, holder: Hashable) -> int | None:
         """KV tokens that it reserved; None if it did not."""
         return self._needs.get(holder)
@@ -58,7 +54,7 @@ class Ledger:
     @property
     def reserved_tokens(self) -> int:
         """KV tokens reserved now."""
-        return sum(self._needs.values())
+        return sum(self._needs.values()) + (self.measured.unseen_tokens if self.measured is not None else 0)
 
     @property
     def num_running(self) -> int:
@@ -76,6 +72,7 @@ class Ledger:
 
     def release(self, holder: Hashable) -> None:
         """Give a reservation back; nothing if there is none."""
-        if self._needs.pop(holder, None) is not None and self.measured is not None:
-            self.measured.release(holder)
+        need_tokens = self._needs.pop(holder, None)
+        if need_tokens is not None and self.measured is not None:
+            self.measured.release(need_tokens)
             self.on_release()

@@ -17,11 +17,12 @@ _FRESH_FOR_S: Final = 0.4
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes in all, bytes that could be had now, and whose they are."""
+    """Bytes in all, bytes that could be had now, and whose they are; `gpu` is the UUID of one."""
 
     total_bytes: int
     free_bytes: int
     source: str
+    gpu: str | None = None
 
 
 class MemoryProbe(Protocol):

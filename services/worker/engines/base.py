@@ -12,13 +12,14 @@ from headrace.schemas.openai import InferenceRequest
 class KvMemory(msgspec.Struct, frozen=True, kw_only=True):
     """How an engine that allocates as it goes takes memory for its KV cache.
 
-    `reserve_bytes` are left free; None: a tenth of all. `device` is where it allocates: `host`, a GPU, `engine` where
-    only its own usage tells, or None. `is_kept`: what requests allocated stays the engine's when they end, for others.
+    `device` is where it allocates: `host`, a GPU (`gpu.find_gpu`), or `engine` where only its own usage tells.
+    `reserve_bytes` are left free; None: a tenth of all. `is_kept`: what requests allocated stays the engine's when they
+    end, for others.
     """
 
     bytes_per_token: int
+    device: str
     reserve_bytes: int | None = None
-    device: str | None = None
     is_kept: bool = False
 
 

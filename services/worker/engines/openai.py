@@ -32,8 +32,8 @@ class OpenAIOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `url` is the server's, with or without `/v1`. `served_model` is the model's name there, if it has another.
     `token_ids` asks for token ids with the text (only vLLM knows how to). `start_timeout_s` is how long the server
     may take to come up. `kv_bytes_per_token` is for a server that allocates its KV cache as it goes and tells no
-    capacity: free memory of `memory_device` less `memory_reserve_bytes` bounds what runs (see `KvMemory`).
-    `keeps_memory` is for one that holds on to what requests allocated.
+    capacity: free memory of `memory_device` less `memory_reserve_bytes` bounds what runs (see `KvMemory`). The device
+    is never guessed. `keeps_memory` is for one that holds on to what requests allocated.
     """
 
     url: str
@@ -60,11 +60,15 @@ class OpenAIOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                     raise ConfigError(f"engine openai: option {key}: only with kv_bytes_per_token")
         elif self.kv_tokens is not None:
             raise ConfigError("engine openai: options kv_tokens and kv_bytes_per_token: one of them, not both")
+        elif not self.memory_device or self.memory_device == "engine":
+            raise ConfigError(
+                "engine openai: option kv_bytes_per_token: needs memory_device: host, gpu, or a GPU's UUID or number"
+            )
 
     @property
     def kv_memory(self) -> KvMemory | None:
         """How the server takes its memory, if that was told."""
-        if self.kv_bytes_per_token is None:
+        if self.kv_bytes_per_token is None or self.memory_device is None:
             return None
         return KvMemory(
             bytes_per_token=self.kv_bytes_per_token,
