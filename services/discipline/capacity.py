@@ -21,10 +21,11 @@ def capacity_tokens(
 ) -> int:
     """What our requests hold already and what free memory less the reserve carries beside it, in whole blocks.
 
-    Free memory falls as much as `allocated_tokens` rises, so their sum stands still while nobody else takes any.
+    Free memory falls as much as `allocated_tokens` rises, so their sum stands still while nobody else takes any. Where
+    the reserve is broken into, it is less than what they hold; never below 0.
     """
-    carried_tokens = max(0, free_bytes - reserve_bytes) // bytes_per_token
-    return (allocated_tokens + carried_tokens) // block_size * block_size
+    carried_tokens = (free_bytes - reserve_bytes) // bytes_per_token
+    return max(0, allocated_tokens + carried_tokens) // block_size * block_size
 
 
 class MeasuredCapacity:
@@ -36,8 +37,8 @@ class MeasuredCapacity:
 
     It falls at once, and below what is reserved if others take that much: then nobody starts, and nobody is stopped.
     It rises after `RISE_S`, so that noise does not make it flutter. Where the engine keeps what requests allocated
-    (`is_kept`), the most they ever had counts as allocated, up to what is missing of the most that was ever free; of
-    those that ended since the last measurement, whatever is missing may be theirs.
+    (`is_kept`), the most they ever had counts as allocated, up to what is missing of the most that was ever free. What
+    is missing since the last measurement is taken for that of requests that ended since, up to their needs.
     """
 
     def __init__(self, *, bytes_per_token: int, reserve_bytes: int, block_size: int = 1, is_kept: bool = False) -> None:
@@ -46,6 +47,7 @@ class MeasuredCapacity:
         self._block_size = block_size
         self._is_kept = is_kept
         self._kept_tokens = 0
+        self._free_tokens = 0
         self._most_free_tokens = 0
         self._samples: deque[tuple[float, int]] = deque()
         self._level_tokens: int | None = None
@@ -92,12 +94,12 @@ class MeasuredCapacity:
     def _held_tokens(self, free_bytes: int, allocated_tokens: int, ended_tokens: int) -> int:
         if not self._is_kept:
             return allocated_tokens
-        free_tokens = self._capacity(free_bytes, 0)
+        free_tokens = (free_bytes - self.reserve_bytes) // self.bytes_per_token
+        grown_tokens = min(ended_tokens, max(0, self._free_tokens - free_tokens))
+        self._kept_tokens = max(allocated_tokens, self._kept_tokens + grown_tokens)
+        self._free_tokens = free_tokens
         self._most_free_tokens = max(self._most_free_tokens, free_tokens)
-        missing_tokens = self._most_free_tokens - free_tokens
-        ended_and_kept_tokens = min(missing_tokens, allocated_tokens + ended_tokens)
-        self._kept_tokens = max(self._kept_tokens, allocated_tokens, ended_and_kept_tokens)
-        return max(allocated_tokens, min(self._kept_tokens, missing_tokens))
+        return max(allocated_tokens, min(self._kept_tokens, self._most_free_tokens - free_tokens))
 
     def _capacity(self, free_bytes: int, allocated_tokens: int) -> int:
         return capacity_tokens(

@@ -31,7 +31,7 @@ _TIMEOUT_S: Final = 2.0
 
 class KvCapacity:
     """Gives the ledger its capacity. What was told goes before what the engine says; both go before free memory, which
-    says nothing of an engine that took its own at its start.
+    says nothing of an engine that took its own at its start. What an engine said holds until it has started again.
 
     `source` is None where nobody tells; then only slots bound what runs. While free memory cannot be read, nobody
     starts.
@@ -69,13 +69,13 @@ class KvCapacity:
         """Take over what a started engine says, and measure. Raises `EngineError` where that cannot be done."""
         facts = engine.facts
         known_tokens = self._told_tokens or facts.kv_capacity_tokens
-        self._probe = self._ledger.measured = None
         if known_tokens is None and facts.kv_memory is not None:
             await self._begin(engine, facts.kv_memory, block_size=facts.block_size)
             self.source = "memory"
             return
         if facts.kv_memory is not None:
             log.warning("the capacity is known (%d KV tokens), so free memory is not looked at", known_tokens)
+        self._probe = self._ledger.measured = None
         self._ledger.capacity_tokens = known_tokens
         is_told = self._told_tokens is not None or facts.is_capacity_told
         self.source = None if known_tokens is None else "told" if is_told else "engine"
@@ -107,9 +107,11 @@ class KvCapacity:
             block_size=block_size,
             is_kept=kv.is_kept,
         )
-        self._block_size = block_size
+        measured.note(
+            memory.free_bytes, num_running=self._ledger.num_running, allocated_tokens=0, now_s=time.monotonic()
+        )
+        self._block_size, self._memory = block_size, memory
         self._probe, self._ledger.measured, self._ledger.on_release = probe, measured, self._released.set
-        await self._measure(probe, measured)
         log.info(
             "free memory (%s) carries %d KV tokens of %d bytes, %d bytes left free",
             memory.source, measured.tokens, measured.bytes_per_token, measured.reserve_bytes,

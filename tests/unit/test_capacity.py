@@ -51,7 +51,8 @@ def test_bytes_of_a_token(factors: tuple[int, int, int, int], expected: int) -> 
         (1000, 95, 0, 1, 90),
         (1000, 0, 7, 16, 96),
         (50, 100, 0, 1, 0),
-        (50, 100, 33, 16, 32),
+        (50, 100, 33, 1, 28),
+        (50, 100, 33, 16, 16),
         (9, 0, 0, 1, 0),
     ],
 )
@@ -88,6 +89,37 @@ def test_a_ledger_whose_memory_others_took_lets_nobody_in_and_keeps_what_runs() 
     assert not ledger.room().could_ever_fit(300)
     assert ledger.room().may_yet_fit(1000)
     assert not ledger.room().may_yet_fit(1001)
+
+
+def test_more_memory_counts_once_it_has_been_there_for_a_while() -> None:
+    measured = MeasuredCapacity(bytes_per_token=10, reserve_bytes=0)
+    seen = []
+    for now_s, tokens in ((0.0, 600), (0.5, 1000), (1.0, 1000), (1.5, 700), (2.0, 1000), (2.6, 1000), (4.0, 1000)):
+        measured.note(tokens * 10, num_running=0, allocated_tokens=0, now_s=now_s)
+        seen.append(measured.tokens)
+    assert seen == [600, 600, 600, 600, 600, 700, 1000]
+    assert measured.peak_tokens == 1000
+
+
+def test_what_an_engine_keeps_of_requests_that_no_measurement_saw_is_its_own() -> None:
+    measured = MeasuredCapacity(bytes_per_token=10, reserve_bytes=0, is_kept=True)
+    measured.note(10_000, num_running=0, allocated_tokens=0, now_s=0.0)
+    for number in range(1, 5):
+        measured.release(300)
+        measured.note(10_000 - 2_500, num_running=0, allocated_tokens=0, now_s=float(number))
+        assert measured.tokens == 1000
+    measured.note(10_000 - 2_500 - 4_000, num_running=0, allocated_tokens=0, now_s=5.0)
+    assert measured.tokens == 600, "this somebody else took"
+
+
+def test_an_engine_told_to_keep_what_it_gives_back_is_not_counted_twice() -> None:
+    measured = MeasuredCapacity(bytes_per_token=10, reserve_bytes=0, is_kept=True)
+    measured.note(10_000, num_running=0, allocated_tokens=0, now_s=0.0)
+    measured.note(3_000, num_running=1, allocated_tokens=700, now_s=1.0)
+    measured.release(700)
+    for now_s in (2.0, 5.0, 8.0):
+        measured.note(10_000, num_running=0, allocated_tokens=0, now_s=now_s)
+        assert measured.tokens == 1000
 
 
 @pytest.mark.parametrize(
