@@ -36,15 +36,19 @@ def bench() -> None:
 @bench.command()
 @click.option("--kills", type=click.IntRange(1, 1000), default=20, show_default=True, help="Workers lost, each kind.")
 @click.option("--streams", type=click.IntRange(1, 200), default=1, show_default=True, help="Streams open at each.")
+@click.option("--pace", type=click.IntRange(1, 1000), default=50, show_default=True, help="Tokens per second of each.")
 @click.option("--kind", "kinds", type=click.Choice(list(KINDS)), multiple=True, help="Default: all; repeatable.")
 @_json
 @with_settings
-def failover(settings: Settings, kills: int, streams: int, kinds: tuple[str, ...], as_json: bool) -> None:
+def failover(
+    settings: Settings, kills: int, streams: int, pace: int, kinds: tuple[str, ...], as_json: bool
+) -> None:
     """How long a stream stands still when the worker that produces it is lost.
 
     Two workers run; one is killed (SIGKILL) or stopped (SIGSTOP, a hang) in mid-stream, then replaced. Two times are
     taken at the client: from the signal to `started` on the other worker, and from the last token before to the first
-    token after. Every stream is read to its end; a token lost or doubled fails the measurement.
+    token after. Every stream is read to its end; a token lost or doubled fails the measurement. The tokens that all
+    streams make meanwhile take their share of the machine: --pace says how many.
 
     \b
     kill             SIGKILL; the monitor hears of broken connections from the broker's system account
@@ -53,7 +57,9 @@ def failover(settings: Settings, kills: int, streams: int, kinds: tuple[str, ...
     """  # noqa: D301  # click reads the backspaces
     chosen = list(kinds) or list(KINDS)
     result = measure(
-        lambda progress: measure_failover(settings, progress, kinds=chosen, num_kills=kills, num_streams=streams)
+        lambda progress: measure_failover(
+            settings, progress, kinds=chosen, num_kills=kills, num_streams=streams, pace=pace
+        )
     )
     _show(result, shown_failover(result), as_json=as_json)
 

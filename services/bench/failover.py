@@ -22,7 +22,6 @@ from headrace.settings import Settings
 __all__ = ["KINDS", "FailoverKind", "FailoverResult", "measure_failover", "shown_failover"]
 
 _NUM_WORKERS: Final = 2
-_TOKENS_PER_SECOND: Final = 50
 _KILL_AFTER: Final = 5
 _NUM_TOKENS: Final = 40
 
@@ -71,18 +70,22 @@ class FailoverResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def measure_failover(
-    settings: Settings, progress: Progress, *, kinds: list[str], num_kills: int, num_streams: int
+    settings: Settings, progress: Progress, *, kinds: list[str], num_kills: int, num_streams: int, pace: int
 ) -> FailoverResult:
-    """Lose `num_kills` workers of each kind, with so many streams open. Raises HeadraceError for a damaged stream."""
+    """Lose `num_kills` workers of each kind, with so many streams open, each of `pace` tokens a second.
+
+    Raises HeadraceError for a damaged stream.
+    """
     where = machine()
     found = [
-        await _measure_kind(settings, progress, name, num_kills=num_kills, num_streams=num_streams) for name in kinds
+        await _measure_kind(settings, progress, name, num_kills=num_kills, num_streams=num_streams, pace=pace)
+        for name in kinds
     ]
-    return FailoverResult(machine=where, tokens_per_second=_TOKENS_PER_SECOND, kinds=found)
+    return FailoverResult(machine=where, tokens_per_second=pace, kinds=found)
 
 
 async def _measure_kind(
-    settings: Settings, progress: Progress, name: str, *, num_kills: int, num_streams: int
+    settings: Settings, progress: Progress, name: str, *, num_kills: int, num_streams: int, pace: int
 ) -> FailoverKind:
     kind = KINDS[name]
     to_claimed: list[float] = []
@@ -92,7 +95,7 @@ async def _measure_kind(
     async with ground(
         settings,
         progress,
-        options={"tokens_per_second": str(_TOKENS_PER_SECOND), "kv_tokens": "1000000", "max_concurrency": "256"},
+        options={"tokens_per_second": str(pace), "kv_tokens": "1000000", "max_concurrency": "256"},
         num_workers=_NUM_WORKERS,
         max_concurrency=256,
         has_notices=kind.has_notices,

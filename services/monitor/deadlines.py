@@ -127,17 +127,18 @@ class Deadlines:
                 if job is None:
                     continue
                 try:
-                    is_settled, is_known = await self._end(job, sequence, now), True
+                    is_settled = await self._end(job, sequence, now)
                 except BrokerError as error:
                     log.info("job %s is overdue and cannot be looked at now: %s", job.job, error)
-                    is_settled = is_known = False
+                    is_settled = None
                 if is_settled:
                     self._jobs.pop((model, sequence), None)
-                elif not is_known or at >= job.deadline_at:
+                elif is_settled is None or at >= job.deadline_at:
                     heapq.heappush(self._due, (now + _AGAIN_S, model, sequence))
 
-    async def _end(self, job: Job, sequence: int, now: float) -> bool:
-        """Whether nothing is left to watch for: the job ended, by us or before.
+    async def _end(self, job: Job, sequence: int, now: float) -> bool | None:
+        """Whether nothing is left to watch for: the job ended, by us or before. None where that is not known, since
+        others keep writing to its log.
 
         Anybody may publish a wake, so the stored message decides which job it is and when its time is up.
         """
@@ -177,7 +178,7 @@ class Deadlines:
                 log.info("job %s: %s, its time is up", job.job, event.kind)
                 await self._after_end(job, sequence, state.owner.worker if state.owner is not None else None)
                 return True
-        return False
+        return None
 
     async def _to_fallback(self, job: Job, sequence: int, state: JobState) -> Event | None:
         """The event that hands the job over, once its fallback has the message; None where it cannot take it."""

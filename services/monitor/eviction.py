@@ -12,7 +12,7 @@ import msgspec
 from headrace.bus.connection import Bus, Refused, Stored
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.bus.joblog import JobLog
-from headrace.bus.jobqueue import JobQueue
+from headrace.bus.jobqueue import JobQueue, Progress
 from headrace.errors import BrokerError
 from headrace.monitor.judgement import Remedied, Remedy, judge_listed
 from headrace.schemas import events
@@ -29,6 +29,15 @@ _TOMBSTONE_TTL_S: Final = 600.0
 _MAX_APPENDS: Final = 4
 _AT_A_TIME: Final = 10
 _MAX_REMEMBERED: Final = 100_000
+
+
+class _Share(msgspec.Struct, frozen=True, kw_only=True):
+    """Some of what a dead worker held, up to index `end` of its list, and what was found about them."""
+
+    held: tuple[HeldRequest, ...]
+    end: int
+    lasts: dict[tuple[str, str], Event]
+    progresses: dict[QueueName, Progress | None]
 
 
 class Evictor:
@@ -55,43 +64,84 @@ class Evictor:
         `last_beat` is its last known one: the beat itself, or what is remembered of it where the key has expired.
         """
         tombstone = msgspec.structs.replace(last_beat, is_tombstone=True, reason=reason)
-        result = await self._bucket.put(tombstone, expected_revision=seen.revision, ttl_s=_TOMBSTONE_TTL_S)
-        if not isinstance(result, Stored):
-            why = result.description if isinstance(result, Refused) else result.reason
-            log.info("worker %s is not evicted: %s", last_beat.worker, why)
-            return False
-        self.num_evicted += 1
-        log.warning("evicted worker %s (%s); it held %d requests", last_beat.worker, reason, len(last_beat.held))
-        await self.hand_over(last_beat)
+        ahead = asyncio.create_task(self._look_up(last_beat, 0), name="look up what it held")
+        try:
+            result = await self._bucket.put(tombstone, expected_revision=seen.revision, ttl_s=_TOMBSTONE_TTL_S)
+            if not isinstance(result, Stored):
+                why = result.description if isinstance(result, Refused) else result.reason
+                log.info("worker %s is not evicted: %s", last_beat.worker, why)
+                return False
+            self.num_evicted += 1
+            log.warning("evicted worker %s (%s); it held %d requests", last_beat.worker, reason, len(last_beat.held))
+            await self.hand_over(last_beat, ahead=ahead)
+        finally:
+            ahead.cancel()
         return True
 
-    async def hand_over(self, beat: Heartbeat) -> None:
+    async def hand_over(self, beat: Heartbeat, *, ahead: asyncio.Task[_Share | None] | None = None) -> None:
         """Give everything a registration held that is gone back to its queues.
 
-        Some at a time, so that other workers take the first over while the last are still written about.
+        Some at a time, so that other workers take the first over while the last are still written about; the next
+        are looked up meanwhile. `ahead` looks up the first.
         """
-        for first in range(0, len(beat.held), _AT_A_TIME):
-            some = beat.held[first : first + _AT_A_TIME]
-            try:
-                lasts = await self._log.last_of([(held.tenant, held.job) for held in some])
-            except BrokerError as error:
-                log.warning("the logs of worker %s's jobs are left to the sweep: %s", beat.worker, error)
-                return
-            states = await asyncio.gather(*(self._requeue(held, beat, lasts) for held in some))
-            to_nak: dict[QueueName, list[HeldRequest]] = defaultdict(list)
-            for held, is_ours in zip(some, states, strict=True):
-                queue = QueueName.from_consumer(held.consumer)
-                if is_ours and queue is not None:
-                    to_nak[queue].append(held)
-            for queue, requests in to_nak.items():
-                await self.hand_back(beat.model, queue, [held.sequence for held in requests], holder=beat.epoch)
+        looking = ahead or asyncio.create_task(self._look_up(beat, 0), name="look up what it held")
+        try:
+            while (share := await looking) is not None:
+                looking = asyncio.create_task(self._look_up(beat, share.end), name="look up what it held")
+                await self._hand_over_share(beat, share)
+        finally:
+            looking.cancel()
+
+    async def _look_up(self, beat: Heartbeat, first: int) -> _Share | None:
+        """The next few that it held, their logs' ends and their queues' progress. None where there are no more, or
+        the broker does not tell.
+
+        The first are looked up beside the writing of the tombstone. What is read before it may be older than the
+        worker's last append; then ours is refused, and the log is read again.
+        """
+        held = beat.held[first : first + _AT_A_TIME]
+        if not held:
+            return None
+        consumers = {each.consumer: QueueName.from_consumer(each.consumer) for each in held}
+        queues = {consumer: queue for consumer, queue in consumers.items() if queue is not None}
+        job_queue = self.queue(beat.model)
+        try:
+            lasts, progresses = await asyncio.gather(
+                self._log.last_of([(each.tenant, each.job) for each in held]),
+                asyncio.gather(*(job_queue.progress(queue) for queue in queues.values())),
+            )
+        except BrokerError as error:
+            log.warning("what worker %s still held is left to the sweep: %s", beat.worker, error)
+            return None
+        return _Share(
+            held=held,
+            end=first + len(held),
+            lasts=lasts,
+            progresses=dict(zip(queues.values(), progresses, strict=True)),
+        )
+
+    async def _hand_over_share(self, beat: Heartbeat, share: _Share) -> None:
+        are_ours = await asyncio.gather(*(self._requeue(held, beat, share.lasts) for held in share.held))
+        to_nak: dict[QueueName, list[int]] = defaultdict(list)
+        for held, is_ours in zip(share.held, are_ours, strict=True):
+            queue = QueueName.from_consumer(held.consumer)
+            if is_ours and queue is not None:
+                to_nak[queue].append(held.sequence)
+        for queue, sequences in to_nak.items():
+            progress = share.progresses[queue]
+            if progress is not None:
+                await self._nak(beat.model, queue, sequences, progress, holder=beat.epoch)
 
     async def hand_back(self, model: str, queue: QueueName, sequences: Iterable[int], *, holder: str) -> None:
         """NAK messages on behalf of a holder, once for each holder within the ack wait, and wake workers for them."""
+        progress = await self.queue(model).progress(queue)
+        if progress is not None:
+            await self._nak(model, queue, sequences, progress, holder=holder)
+
+    async def _nak(
+        self, model: str, queue: QueueName, sequences: Iterable[int], progress: Progress, *, holder: str
+    ) -> None:
         job_queue = self.queue(model)
-        progress = await job_queue.progress(queue)
-        if progress is None:
-            return
         now = time.monotonic()
         num_before = self.num_handed_back
         for sequence in sequences:

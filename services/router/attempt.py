@@ -14,7 +14,8 @@ class Try(msgspec.Struct):
     """What is settled about a request, through all tries to take it in.
 
     `job` is its id unless the client chose one; `asked` the request at the model asked for, None once it went on.
-    With `is_unclear` the broker may have its message: then it stays where it is, and what it paid stays paid.
+    With `is_unclear` the broker may have its message: then it stays where it is, and what it paid stays paid. Once it
+    `is_answered` it is not answered again.
     """
 
     job: JobId
@@ -22,3 +23,4 @@ class Try(msgspec.Struct):
     placed: Placed | None = None
     permit: Permit | None = None
     is_unclear: bool = False
+    is_answered: bool = False

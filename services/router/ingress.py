@@ -77,6 +77,9 @@ class Ingress:
             try:
                 return await self._handle(incoming, attempt, span)
             except BrokerError as error:
+                if retries.is_over and attempt.is_answered:
+                    log.warning("a request was taken in, but not all of it was done: %s", error)
+                    return None
                 if retries.is_over:
                     self._give_back(attempt)
                     log.warning("a request could not be taken in: %s", error)
@@ -116,7 +119,7 @@ class Ingress:
             span.set({"gen_ai.request.model": wish.model})
             may_be_known = wish.job is not None and subjects.HDR_NEW_ID not in incoming.headers
             if may_be_known and await self._log.last_from_leader(wish.tenant, job) is not None:
-                return await self._attach(incoming, wish, job, digest, span)
+                return await self._attach(incoming, wish, job, digest, span, attempt)
             placed = await self._placement.place(wish, job, incoming.data)
             if isinstance(placed, Refusal):
                 return placed
@@ -201,7 +204,7 @@ class Ingress:
         else:
             body = await self._accepted_body(wish, job.job, result.sequence)
         secured = await self._secure(incoming, job.tenant, job.job)
-        await self._answer(incoming, body)
+        await self._answer(incoming, body, attempt)
         await self._append_accepted(job, body)
         await self._deliver(incoming, job.tenant, job.job, secured)
         return None
@@ -266,17 +269,16 @@ class Ingress:
         job: str,
         digest: str,
         span: Span,
-        attempt: Try | None = None,
+        attempt: Try,
     ) -> Refusal | None:
         state = await self._log.state(wish.tenant, job)
         if state.body_hash and state.body_hash != digest:
             return _other_body()
-        if attempt is not None:  # sent again: nothing new is taken in
-            self._give_back(attempt)
+        self._give_back(attempt)  # sent again: nothing new is taken in
         span.set({**job_attributes(job=job, tenant=wish.tenant), "headrace.attached": True})
         body = await self._accepted_body(wish, job, state.queue_sequence, state)
         secured = await self._secure(incoming, wish.tenant, job)
-        await self._answer(incoming, body, is_attached=True)
+        await self._answer(incoming, body, attempt, is_attached=True)
         await self._deliver(incoming, wish.tenant, job, secured)
         return None
 
@@ -321,11 +323,16 @@ class Ingress:
             await retries.pause()
         log.warning("job %s: its `accepted` event is not known to be stored; the job itself is queued", job.job)
 
-    async def _answer(self, incoming: IncomingRequest, body: AcceptedBody, *, is_attached: bool = False) -> None:
+    async def _answer(
+        self, incoming: IncomingRequest, body: AcceptedBody, attempt: Try, *, is_attached: bool = False
+    ) -> None:
+        if attempt.is_answered:  # the broker failed us after that
+            return
         headers = {subjects.HDR_EVENT: "accepted", subjects.HDR_JOB: body.job}
         if is_attached:
             headers[subjects.HDR_ATTACHED] = "1"
         await reply_with(self._bus, incoming, body, headers)
+        attempt.is_answered = True
 
     async def _secure(self, incoming: IncomingRequest, tenant: str, job: str) -> str | None:
         """Provide for a client on an inbox of its own in case we die between the answer and the delivery."""

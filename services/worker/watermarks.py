@@ -18,6 +18,8 @@ LOW_WATER: Final = 0.85
 """Shares of the engine's KV cache in use."""
 _EVERY_S: Final = 0.5
 _TIMEOUT_S: Final = 2.0
+_MAX_UNREADABLE: Final = 20
+"""Readings missed in a row (10 s or more) after which the last one says nothing any more."""
 
 
 class Watermarks:
@@ -40,7 +42,12 @@ class Watermarks:
         return self.is_above != was_above
 
     async def follow(self, engine: Engine, *, is_up: Callable[[], bool], changed: Callable[[], None]) -> None:
-        """Ask the engine twice a second, until cancelled. What cannot be read changes nothing."""
+        """Ask the engine twice a second, until cancelled.
+
+        What cannot be read changes nothing at first, but a mark that nobody could ever leave again would stop the
+        worker for good: after `_MAX_UNREADABLE` in a row the engine counts as one that does not tell.
+        """
+        num_unreadable = 0
         while True:
             await asyncio.sleep(_EVERY_S)
             if not is_up():
@@ -50,7 +57,12 @@ class Watermarks:
                     usage = await engine.usage()
             except (EngineError, TimeoutError) as error:
                 log.debug("the engine's usage cannot be read: %s", error)
+                num_unreadable += 1
+                if num_unreadable == _MAX_UNREADABLE and self.note(None):
+                    log.warning("the engine's usage cannot be read any more (%s); %s", error, _SAYING[False])
+                    changed()
                 continue
+            num_unreadable = 0
             if self.note(usage.kv_usage_ratio):
                 ratio = usage.kv_usage_ratio or 0.0
                 log.warning("the engine's KV cache is %.0f %% full; %s", 100 * ratio, _SAYING[self.is_above])

@@ -62,3 +62,20 @@ async def test_a_request_that_attaches_gets_its_permit_back_once_however_often_i
         with pytest.raises(BrokerUnavailableError):
             await ingress._attach(None, wish, "j", "hash", span, attempt)
     assert given_back == [PERMIT]
+
+
+async def test_a_request_is_answered_once_however_the_broker_fails_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[str] = []
+
+    async def reply_with(_: object, __: object, body: str, ___: object) -> None:
+        answers.append(body)
+
+    async def answered_and_failed(_: object, attempt: Try, __: object) -> None:
+        await ingress._answer(None, SimpleNamespace(job="j"), attempt)
+        raise BrokerUnavailableError("away")
+
+    monkeypatch.setattr("headrace.router.ingress.reply_with", reply_with)
+    ingress = ingress_of([])
+    ingress._handle = answered_and_failed
+    assert await ingress._handle_until_clear(None, None) is None
+    assert len(answers) == 1

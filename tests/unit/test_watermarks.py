@@ -1,8 +1,14 @@
 """The engine's own usage corrects the ledger, with a gap between the marks so that it does not flutter."""
 
+import asyncio
+from typing import cast
+
 import pytest
 
 from headrace.discipline.room import Room
+from headrace.errors import EngineError
+from headrace.worker import watermarks
+from headrace.worker.engines.base import Engine, EngineUsage
 from headrace.worker.watermarks import Watermarks, effective_concurrency
 
 
@@ -19,6 +25,38 @@ def test_an_engine_that_stops_telling_is_not_above() -> None:
     assert marks.note(1.0)
     assert marks.note(None)
     assert not marks.is_above
+
+
+class _FullThenSilent:
+    """Says once that its memory is full, and then nothing any more."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    async def usage(self) -> EngineUsage:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            return EngineUsage(kv_usage_ratio=1.0)
+        raise EngineError("the metrics are gone")
+
+
+async def test_an_engine_whose_usage_cannot_be_read_any_more_is_not_above_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watermarks, "_EVERY_S", 0.0)
+    marks, engine, said = Watermarks(), _FullThenSilent(), []
+    is_open = asyncio.Event()
+
+    def changed() -> None:
+        said.append((engine.num_asked, marks.is_above))
+        if not marks.is_above:
+            is_open.set()
+
+    following = asyncio.create_task(marks.follow(cast(Engine, engine), is_up=lambda: True, changed=changed))
+    async with asyncio.timeout(5):
+        await is_open.wait()
+    following.cancel()
+    assert said == [(1, True), (21, False)]
 
 
 @pytest.mark.parametrize(
