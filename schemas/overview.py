@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from headrace.schemas.subjects import Lane
-from headrace.schemas.workers import Heartbeat, HeldRequest, WorkerState
+from headrace.schemas.workers import CapacitySource, Heartbeat, HeldRequest, WorkerState
 
 Ending = Literal["left", "expired", "tombstoned"]
 """How a worker's key ended: taken away by the worker, not renewed in time, or overwritten by a monitor."""
@@ -32,6 +32,10 @@ class WorkerOverview(msgspec.Struct, frozen=True, kw_only=True):
     gpu: str | None = None
     memory_total_bytes: int | None = None
     memory_free_bytes: int | None = None
+    memory_reserved_bytes: int | None = None
+    memory_source: str | None = None
+    kv_capacity_source: CapacitySource | None = None
+    kv_capacity_peak_tokens: int | None = None
     max_model_len: int | None = None
     tokens_per_second: float | None = None
     reason: str = ""

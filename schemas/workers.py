@@ -7,6 +7,8 @@ import msgspec
 from headrace.schemas.events import Owner
 
 WorkerState = Literal["Starting", "Ready", "Busy", "Draining", "Failed"]
+CapacitySource = Literal["engine", "told", "memory"]
+"""Whose word a worker's capacity is: its engine's, that of whoever started it, or what free memory carries."""
 
 
 class HeldRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +28,9 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     `epoch` names one registration, `connection` the broker connection (server id and client id) it beats on. Token
     figures are KV-cache tokens; memory figures are bytes of what `memory_source` names (`system`: the host's), None
     where that is not known. `effective_concurrency` is how many requests of the usual size memory lets run at once, of
-    the `max_concurrency` asked for. `prefixes` are hashes of the conversations it served last.
+    the `max_concurrency` asked for. `prefixes` are hashes of the conversations it served last. A `kv_capacity_tokens`
+    of 0 without a `kv_capacity_source` means that it is not known. One that follows free memory has a
+    `kv_capacity_peak_tokens`, the most it ever was.
     """
 
     worker: str
@@ -45,6 +49,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     memory_reserved_bytes: int | None = None
     memory_source: str | None = None
     kv_capacity_tokens: int = 0
+    kv_capacity_source: CapacitySource | None = None
+    kv_capacity_peak_tokens: int | None = None
     kv_reserved_tokens: int = 0
     block_size: int = 1
     max_model_len: int | None = None
@@ -61,6 +67,17 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     held: tuple[HeldRequest, ...] = ()
     prefixes: tuple[str, ...] = ()
     is_tombstone: bool = False
+
+    @property
+    def capacity_tokens(self) -> int | None:
+        """KV tokens it carries now; None where that is not known."""
+        return self.kv_capacity_tokens if self.kv_capacity_tokens or self.kv_capacity_source is not None else None
+
+    @property
+    def peak_tokens(self) -> int | None:
+        """The most KV tokens it was ever seen to carry; None where that is not known."""
+        now = self.capacity_tokens
+        return None if now is None else max(now, self.kv_capacity_peak_tokens or 0)
 
     def holds(self, queue_sequence: int | None) -> bool:
         """Whether it lists that queue message."""

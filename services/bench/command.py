@@ -40,9 +40,7 @@ def bench() -> None:
 @click.option("--kind", "kinds", type=click.Choice(list(KINDS)), multiple=True, help="Default: all; repeatable.")
 @_json
 @with_settings
-def failover(
-    settings: Settings, kills: int, streams: int, pace: int, kinds: tuple[str, ...], as_json: bool
-) -> None:
+def failover(settings: Settings, kills: int, streams: int, pace: int, kinds: tuple[str, ...], as_json: bool) -> None:
     """How long a stream stands still when the worker that produces it is lost.
 
     Two workers run; one is killed (SIGKILL) or stopped (SIGSTOP, a hang) in mid-stream, then replaced. Two times are

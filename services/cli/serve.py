@@ -8,6 +8,7 @@ import click
 
 from headrace.bus.connection import Bus
 from headrace.cli.http import load_gateway
+from headrace.cli.memory_options import memory_options
 from headrace.cli.options import parse_assignments, with_settings
 from headrace.cli.serving import LogFormat, run_part
 from headrace.errors import ConfigError
@@ -72,6 +73,7 @@ def gateway(settings: Settings, log_format: LogFormat) -> None:
 @click.option(
     "--kv-tokens", type=click.IntRange(min=1), help="KV-cache tokens it may hold, if the engine does not say."
 )
+@memory_options
 @click.option("--max-concurrency", type=click.IntRange(min=1), help="Requests it runs at once, at most.")
 @click.option("--pool", metavar="NAME", default=DEFAULT_POOL, show_default=True, help="Pool whose queues it serves.")
 @click.option("--worker-id", metavar="ID", help="Default: HEADRACE_WORKER_ID, else made up.")
@@ -87,6 +89,7 @@ def worker(
     model: str | None,
     engine_url: str | None,
     kv_tokens: int | None,
+    memory: dict[str, Any],
     max_concurrency: int | None,
     pool: str,
     worker_id: str | None,
@@ -98,6 +101,8 @@ def worker(
     \b
     headrace serve worker --engine llama
     headrace serve worker --engine openai --engine-url http://localhost:8000 --model NAME --max-concurrency 32
+    headrace serve worker --engine openai --engine-url http://localhost:8000 --model NAME \
+        --kv-layout 32,8,128,2 --memory-device gpu --memory-reserve 4GiB
     headrace serve worker --engine sim --model test -o tokens_per_second=100
     """  # noqa: D301  # click reads the backspaces
     model = model or (DEFAULT_MODEL if engine == "llama" else None)
@@ -111,6 +116,7 @@ def worker(
         "url": engine_url,
         _KV_TOKENS_OPTION[engine]: kv_tokens,
         "max_concurrency": max_concurrency,
+        **memory,
     }
     built = make_engine(engine, model, {**_as_options(derived), **options})
     identity = _checked_id(worker_id or settings.worker_id or f"{engine}-{secrets.token_hex(3)}")

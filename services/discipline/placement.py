@@ -27,7 +27,7 @@ class Placement(enum.Enum):
     HAND_BACK = "hand_back"
     """Give it back to its queue and wake the worker named, which would start it, or could in time where this cannot."""
     NEVER = "never"
-    """No live worker of the pool could ever run it."""
+    """No live worker of the pool could ever run it, not even with the most memory it ever had."""
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,13 +59,18 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
         """Whether it is there to stay and fits it when empty; one that starts, or restarts its engine, may yet."""
         return self.state != "Draining" and self.room.could_ever_fit(need_tokens)
 
+    def may_yet_run(self, need_tokens: int) -> bool:
+        """The same, once others give memory back."""
+        return self.state != "Draining" and self.room.may_yet_fit(need_tokens)
+
 
 def view_of(beat: Heartbeat, *, prefixes: Iterable[str] = ()) -> WorkerView:
-    """A worker by its heartbeat, in which a capacity of 0 means that it is not known; a Busy one starts nothing."""
+    """A worker by its heartbeat; a Busy one starts nothing."""
     return WorkerView(
         worker=beat.worker,
         room=Room(
-            capacity_tokens=beat.kv_capacity_tokens or None,
+            capacity_tokens=beat.capacity_tokens,
+            peak_tokens=beat.peak_tokens,
             reserved_tokens=beat.kv_reserved_tokens,
             max_concurrency=beat.max_concurrency,
             num_running=beat.running,
@@ -99,7 +104,8 @@ def place(
             ready = [other for other in ready if other.is_idle]
         goes = ready if num_delivered <= MAX_HAND_BACKS_TO_IDLE or held_s >= _FIRST_PATIENCE_S else []
     elif not able:
-        return Placement.NEVER, None
+        may_yet = room.may_yet_fit(need_tokens) or any(other.may_yet_run(need_tokens) for other in others)
+        return (Placement.HOLD if may_yet else Placement.NEVER), None
     elif ready:
         goes = ready if is_quick or held_s >= _FIRST_PATIENCE_S else []
     else:

@@ -54,8 +54,8 @@ def num_startable(workers: Iterable[Heartbeat], need_tokens: int) -> int:
         if beat.waiting:
             continue
         slots = max(0, beat.max_concurrency - beat.running)
-        if beat.kv_capacity_tokens:
-            slots = min(slots, max(0, beat.kv_capacity_tokens - beat.kv_reserved_tokens) // max(1, need_tokens))
+        if beat.capacity_tokens is not None:
+            slots = min(slots, max(0, beat.capacity_tokens - beat.kv_reserved_tokens) // max(1, need_tokens))
         number += slots
     return number
 

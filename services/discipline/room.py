@@ -14,10 +14,12 @@ UNLIMITED_TOKENS: Final = 2**53
 class Room(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's memory and slots. Tokens are KV tokens; a capacity of None is not known, so only slots count.
 
-    Above the engine's high-water mark nothing starts, whatever is free.
+    Above the engine's high-water mark nothing starts, whatever is free. `peak_tokens` is the most the capacity ever
+    was, where it follows free memory; None: it stands still.
     """
 
     capacity_tokens: int | None
+    peak_tokens: int | None = None
     reserved_tokens: int = 0
     max_concurrency: int = 1
     num_running: int = 0
@@ -36,6 +38,10 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
     def could_ever_fit(self, need_tokens: int) -> bool:
         """Whether it fits when nothing else runs."""
         return self.capacity_tokens is None or need_tokens <= self.capacity_tokens
+
+    def may_yet_fit(self, need_tokens: int) -> bool:
+        """Whether it fits when nothing else runs, now or once others give memory back that was free before."""
+        return self.could_ever_fit(need_tokens) or (self.peak_tokens is not None and need_tokens <= self.peak_tokens)
 
     def fits(self, need_tokens: int) -> bool:
         """Whether it can be carried to its last token beside what runs now."""

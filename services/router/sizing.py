@@ -61,7 +61,7 @@ class Sizing:
             return max_tokens
         block_size = min((beat.block_size for beat in workers), default=1)
         need = num_kv_tokens_needed(num_prompt_tokens, max_tokens, wish.request.n, block_size)
-        capacity = _largest(beat.kv_capacity_tokens or None for beat in workers)
+        capacity = _largest(beat.peak_tokens for beat in workers)
         if capacity is not None and need > capacity:
             return Refusal(
                 code="exceeds_capacity",

@@ -76,7 +76,8 @@ class Claimed(msgspec.Struct, frozen=True, kw_only=True):
 class Execution:
     """Runs one claimed job. `stop` ends it early from outside; everything else it decides itself.
 
-    `last_progress` is the monotonic time of the last piece from the engine, for the watchdog.
+    `last_progress` is the monotonic time of the last piece from the engine, for the watchdog; `has_read_prompt` says
+    whether a token came from it.
     """
 
     def __init__(
@@ -118,7 +119,13 @@ class Execution:
         self._refused: Ended | Fenced | TooLarge | None = None
         self._usage: Usage | None = None
         self._whole_response: dict[str, Any] | None = None
+        self.has_read_prompt = False
         self.last_progress = time.monotonic()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer so far, those of earlier attempts included."""
+        return self._assembler.num_tokens
 
     @property
     def claimed(self) -> Claimed:
@@ -214,6 +221,7 @@ class Execution:
                     self.last_progress = time.monotonic()
                     if ttft_s is None and any(choice.num_tokens for choice in chunk.choices):
                         ttft_s = self.last_progress - started
+                        self.has_read_prompt = True
                     await self._take(chunk)
             span.set(
                 inference_result(

@@ -1,12 +1,15 @@
-"""Memory of the machine an engine without a GPU computes on."""
+"""Memory that an engine computes in: the machine's, or what the engine itself says is left."""
 
 import time
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
-__all__ = ["HostMemory", "Memory", "read_host_memory"]
+from headrace.errors import EngineError
+from headrace.worker.engines.base import Engine
+
+__all__ = ["EngineProbe", "HostMemory", "HostProbe", "Memory", "MemoryProbe", "read_host_memory"]
 
 _MEMINFO: Final = Path("/proc/meminfo")
 _KIB: Final = 1024
@@ -14,11 +17,47 @@ _FRESH_FOR_S: Final = 0.4
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes in all, bytes that could be had now, and whose they are."""
+    """Bytes in all, bytes that could be had now, and whose they are; `gpu` is the UUID of one."""
 
     total_bytes: int
     free_bytes: int
     source: str
+    gpu: str | None = None
+
+
+class MemoryProbe(Protocol):
+    """Where an engine that allocates as it goes takes its memory from."""
+
+    async def read(self) -> Memory:
+        """The memory now, never from a moment ago. Raises `EngineError`, naming it, where it cannot be read."""
+        ...
+
+
+class HostProbe:
+    """The machine's memory, for engines that compute on its processors or share it (unified memory)."""
+
+    async def read(self) -> Memory:
+        """See `MemoryProbe.read`."""
+        memory = read_host_memory()
+        if memory is None:
+            raise EngineError(f"the free memory of this machine cannot be read from {_MEMINFO}")
+        return memory
+
+
+class EngineProbe:
+    """The memory that the engine itself tells with its usage."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def read(self) -> Memory:
+        """See `MemoryProbe.read`."""
+        usage = await self._engine.usage()
+        if usage.memory_free_bytes is None or usage.memory_total_bytes is None:
+            raise EngineError("the engine does not tell its free memory")
+        return Memory(
+            total_bytes=usage.memory_total_bytes, free_bytes=usage.memory_free_bytes, source=self._engine.facts.name
+        )
 
 
 class HostMemory:

@@ -26,13 +26,13 @@ from headrace.lifecycle import Backoff, unless_stopped, wait_first
 from headrace.schemas.events import Owner
 from headrace.schemas.subjects import DEFAULT_POOL, QueueName
 from headrace.schemas.workers import Heartbeat, WorkerNudge, WorkerState
+from headrace.worker.capacity import KvCapacity
 from headrace.worker.engines.base import Engine
 from headrace.worker.enginewatch import EngineFailure, until_engine_fails
 from headrace.worker.gate import Gate
 from headrace.worker.handling import Handler
 from headrace.worker.held import HeldSet
 from headrace.worker.ledger import Ledger
-from headrace.worker.memory import HostMemory
 from headrace.worker.neighbours import Neighbours
 from headrace.worker.puller import Puller
 from headrace.worker.pulse import Pulse
@@ -97,7 +97,6 @@ class Worker:
         self._reason = ""
         self._engine_run = 0
         self._has_warned = False
-        self._host_memory = HostMemory()
         self._ledger = Ledger(capacity_tokens=options.kv_tokens, max_concurrency=options.max_concurrency or 1)
         self._heart = Pulse(
             bus,
@@ -108,6 +107,7 @@ class Worker:
             stuck_after_s=self._settings.stall_s,
         )
         self._held = HeldSet(self._heart.changed)
+        self._capacity = KvCapacity(self._ledger, self._held, told_tokens=options.kv_tokens)
         self._view = ConfigView(bus)
         self._gate = Gate(self._ledger, ageing_s=self._settings.ageing_s, on_change=self._room_changed)
         self._served = RecentPrefixes()
@@ -175,6 +175,9 @@ class Worker:
                 group.create_task(
                     self._gate.marks.follow(self._engine, is_up=self._is_up, changed=self._marks_passed), name="usage"
                 ),
+                group.create_task(
+                    self._capacity.follow(is_up=self._is_up, changed=self._marks_passed), name="free memory"
+                ),
                 group.create_task(self._purge_for_ever(), name="purges"),
                 group.create_task(keep_clock(self._bus), name="clock"),
             ]
@@ -193,7 +196,7 @@ class Worker:
             starting.cancel()
             return
         await starting
-        self._adopt_facts()
+        await self._adopt_facts()
         self._set_state("Ready")
         supervising = group.create_task(self._supervise_engine(), name="engine")
         ctl = await self._bus.subscribe(self._bus.names.ctl(self._options.worker), cb=self._on_nudge)
@@ -338,16 +341,14 @@ class Worker:
             self._state, self._reason = state, reason
             self._heart.changed()
 
-    def _adopt_facts(self) -> None:
-        facts = self._engine.facts
-        self._ledger.max_concurrency = self._options.max_concurrency or facts.max_num_seqs or 1
-        self._ledger.capacity_tokens = self._options.kv_tokens or facts.kv_capacity_tokens
+    async def _adopt_facts(self) -> None:
+        self._ledger.max_concurrency = self._options.max_concurrency or self._engine.facts.max_num_seqs or 1
+        await self._capacity.adopt(self._engine)
         self._gate.look()
 
     def _beat(self) -> Heartbeat:
         is_started = self._state != "Starting"
         facts = self._engine.facts if is_started else None
-        memory = self._host_memory.recent()
         return Heartbeat(
             worker=self._options.worker,
             epoch=self._heart.epoch,
@@ -359,7 +360,7 @@ class Worker:
             host=socket.gethostname(),
             pid=os.getpid(),
             port=facts.port if facts is not None else None,
-            kv_capacity_tokens=self._ledger.capacity_tokens or 0,
+            **self._capacity.as_beat(),
             kv_reserved_tokens=self._ledger.reserved_tokens,
             block_size=facts.block_size if facts is not None else 1,
             max_model_len=facts.max_model_len if facts is not None else None,
@@ -368,9 +369,6 @@ class Worker:
             running=self._held.num_running,
             waiting=self._held.num_waiting,
             interval_s=self._settings.heartbeat_s,
-            memory_total_bytes=memory.total_bytes if memory is not None else None,
-            memory_free_bytes=memory.free_bytes if memory is not None else None,
-            memory_source=memory.source if memory is not None else None,
             seconds_per_job=self._handler.seconds_per_job,
             reason=self._reason,
             prefixes=tuple(self._served),
@@ -447,13 +445,14 @@ class Worker:
             await backoff.pause()
             try:
                 await self._engine.start()
+                await self._adopt_facts()
             except EngineError as error:
                 log.error("the engine does not start: %s", error)
+                await self._engine.stop()
                 self._set_state("Failed", str(error))
                 continue
             break
         self._engine_run += 1
-        self._adopt_facts()
         self._gate.resume()
         self._set_state("Ready")
         self._puller.look()

@@ -37,6 +37,9 @@ def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[s
             yield from commands(found, (*path, name))
 
 
+ATTACH = ("serve", "worker", "--engine", "openai", "--model", "m", "--engine-url", "http://localhost:1")
+
+
 def run(*argv: str, **env: str) -> Result:
     """Run `headrace argv` with no setting from outside."""
     cleared: dict[str, str | None] = {name: None for name in os.environ if name.startswith("HEADRACE_")}
@@ -110,8 +113,23 @@ def test_version() -> None:
         ("serve", "worker", "--engine", "sim", "--model", "m", "--pool", "No!"),
         ("serve", "worker", "--engine", "sim", "--model", "m", "--worker-id", "no spaces"),
         ("serve", "worker", "--engine", "sim", "--model", "a\nb"),
+        (*ATTACH, "--kv-tokens", "9", "--kv-bytes-per-token", "9", "--memory-device", "host"),
+        (*ATTACH, "--kv-bytes-per-token", "9"),
+        (*ATTACH, "--kv-bytes-per-token", "0", "--memory-device", "host"),
+        (*ATTACH, "--kv-bytes-per-token", "9", "--memory-device", "engine"),
+        (*ATTACH, "--kv-bytes-per-token", "9", "--kv-layout", "1,1,1,1", "--memory-device", "host"),
+        (*ATTACH, "--kv-layout", "30,3,64", "--memory-device", "host"),
+        (*ATTACH, "--kv-layout", "0,3,64,2", "--memory-device", "host"),
+        (*ATTACH, "--memory-reserve", "1GiB"),
+        (*ATTACH, "--memory-device", "host"),
+        (*ATTACH, "--keeps-memory"),
+        (*ATTACH, "--kv-bytes-per-token", "9", "--memory-device", "host", "--memory-reserve", "1 GB"),
+        ("serve", "worker", "--engine", "llama", "--kv-bytes-per-token", "9"),
         ("up", "--engine", "openai"),
+        ("up", "--engine", "openai", "--model", "m", "-o", "url=http://localhost:1", "-o", "kv_bytes_per_token=9"),
         ("up", "--engine", "sim", "-o", "nonsense=1"),
+        ("up", "--engine", "sim", "-o", "pool_bytes=1000"),
+        ("up", "--engine", "sim", "-o", "keeps_memory=true"),
         ("up", "--workers", "0"),
         ("provision", "--model", ""),
     ],

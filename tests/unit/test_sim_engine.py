@@ -287,3 +287,27 @@ async def test_options_from_strings() -> None:
         make_engine("none", "m", {})
     with pytest.raises(ConfigError, match="needs the option url"):
         make_engine("openai", "m", {})
+
+
+async def test_an_engine_that_allocates_as_it_goes_dies_of_a_token_too_many() -> None:
+    async with started(pool_bytes=1000, kv_bytes_per_token=10, block_size=1, default_tokens=200) as engine:
+        assert engine.facts.kv_capacity_tokens is None
+        assert engine.facts.kv_memory is not None
+        await collect(engine, completion("word " * 50, ignore_eos=True), max_tokens=51)
+        usage = await engine.usage()
+        assert (usage.memory_free_bytes, usage.memory_total_bytes, usage.kv_usage_ratio) == (1000, 1000, None)
+        with pytest.raises(EngineError, match="out of memory: 1010 bytes"):
+            await collect(engine, completion("word " * 50, ignore_eos=True), max_tokens=52)
+        assert "out of memory" in await engine.wait_died()
+        await engine.start()
+        assert (await engine.usage()).memory_free_bytes == 1000
+
+
+async def test_an_engine_that_keeps_its_memory_uses_it_for_others() -> None:
+    options = {"pool_bytes": 1000, "kv_bytes_per_token": 10, "keeps_memory": True, "block_size": 1}
+    async with started(**options) as engine:
+        for _ in range(3):
+            await collect(engine, completion("word " * 60, ignore_eos=True), max_tokens=21)
+            assert (await engine.usage()).memory_free_bytes == 200
+        await engine.start()
+        assert (await engine.usage()).memory_free_bytes == 1000

@@ -9,12 +9,32 @@ from headrace.schemas.chunks import EngineChunk
 from headrace.schemas.openai import InferenceRequest
 
 
+class KvMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine that allocates as it goes takes memory for its KV cache.
+
+    `device` is where it allocates: `host`, a GPU (`gpu.find_gpu`), or `engine` where only its own usage tells.
+    `reserve_bytes` are left free; None: a tenth of all. `is_kept`: what requests allocated stays the engine's when they
+    end, for others.
+    """
+
+    bytes_per_token: int
+    device: str
+    reserve_bytes: int | None = None
+    is_kept: bool = False
+
+
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a started engine can hold. Token counts are KV-cache tokens; None where the engine does not tell."""
+    """What a started engine can hold. Token counts are KV-cache tokens; None where the engine does not tell.
+
+    `is_capacity_told`: the capacity is the word of whoever started the worker. `kv_memory` is None for an engine that
+    reserved its memory at its start, and where nobody tells.
+    """
 
     name: str
     version: str = ""
     kv_capacity_tokens: int | None = None
+    is_capacity_told: bool = False
+    kv_memory: KvMemory | None = None
     block_size: int = 1
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -22,11 +42,16 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's own live figures; they only correct the worker's ledger, they never admit."""
+    """The engine's own live figures; they only correct the worker's ledger, they never admit.
+
+    The memory figures are of one that allocates as it goes and knows what it could still have.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
     kv_usage_ratio: float | None = None
+    memory_free_bytes: int | None = None
+    memory_total_bytes: int | None = None
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True):

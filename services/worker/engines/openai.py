@@ -11,7 +11,7 @@ from yarl import URL
 from headrace.errors import ConfigError, EngineError, EngineStartError
 from headrace.schemas.chunks import EngineChunk
 from headrace.schemas.openai import InferenceRequest
-from headrace.worker.engines.base import EngineFacts, EngineUsage, Resume
+from headrace.worker.engines.base import EngineFacts, EngineUsage, KvMemory, Resume
 from headrace.worker.engines.bodies import Dialect
 from headrace.worker.engines.counting import count_prompt_tokens
 from headrace.worker.engines.detect import Findings, detect
@@ -31,13 +31,19 @@ class OpenAIOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     `url` is the server's, with or without `/v1`. `served_model` is the model's name there, if it has another.
     `token_ids` asks for token ids with the text (only vLLM knows how to). `start_timeout_s` is how long the server
-    may take to come up.
+    may take to come up. `kv_bytes_per_token` is for a server that allocates its KV cache as it goes and tells no
+    capacity: free memory of `memory_device` less `memory_reserve_bytes` bounds what runs (see `KvMemory`). The device
+    is never guessed. `keeps_memory` is for one that holds on to what requests allocated.
     """
 
     url: str
     served_model: str | None = None
     api_key: str | None = None
     kv_tokens: PositiveInt | None = None
+    kv_bytes_per_token: PositiveInt | None = None
+    memory_reserve_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 50)] | None = None
+    memory_device: str | None = None
+    keeps_memory: bool = False
     max_concurrency: PositiveInt | None = None
     max_model_len: PositiveInt | None = None
     block_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)] | None = None
@@ -45,6 +51,31 @@ class OpenAIOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     connect_s: Seconds = 5.0
     stall_s: Seconds = 30.0
     start_timeout_s: Seconds = 120.0
+
+    def __post_init__(self) -> None:
+        """Rules between options. Raises ConfigError."""
+        if self.kv_bytes_per_token is None:
+            for key in ("memory_reserve_bytes", "memory_device", "keeps_memory"):
+                if getattr(self, key) not in (None, False):
+                    raise ConfigError(f"engine openai: option {key}: only with kv_bytes_per_token")
+        elif self.kv_tokens is not None:
+            raise ConfigError("engine openai: options kv_tokens and kv_bytes_per_token: one of them, not both")
+        elif not self.memory_device or self.memory_device == "engine":
+            raise ConfigError(
+                "engine openai: option kv_bytes_per_token: needs memory_device: host, gpu, or a GPU's UUID or number"
+            )
+
+    @property
+    def kv_memory(self) -> KvMemory | None:
+        """How the server takes its memory, if that was told."""
+        if self.kv_bytes_per_token is None or self.memory_device is None:
+            return None
+        return KvMemory(
+            bytes_per_token=self.kv_bytes_per_token,
+            reserve_bytes=self.memory_reserve_bytes,
+            device=self.memory_device,
+            is_kept=self.keeps_memory,
+        )
 
 
 def root_of_url(url: str) -> URL:
@@ -104,6 +135,8 @@ class OpenAIEngine:
             name=self._name,
             version=findings.version,
             kv_capacity_tokens=options.kv_tokens or findings.kv_capacity_tokens,
+            is_capacity_told=options.kv_tokens is not None,
+            kv_memory=options.kv_memory,
             block_size=options.block_size or findings.block_size or 1,
             max_model_len=options.max_model_len or findings.max_model_len,
             max_num_seqs=options.max_concurrency or findings.max_num_seqs,

@@ -11,6 +11,7 @@ from headrace.schemas.refusals import Refusal
 from headrace.worker.engines.answer import Answer
 from headrace.worker.engines.base import EngineFacts, EngineUsage, Resume
 from headrace.worker.engines.bodies import stops_to_cut
+from headrace.worker.engines.sim_memory import SimMemory
 from headrace.worker.engines.sim_script import Script, SimOptions, make_script
 from headrace.worker.engines.sim_text import SimText, num_prompt_tokens_of, prompt_text, sim_embedding
 
@@ -23,7 +24,8 @@ class SimEngine:
     `num_calls` counts calls of `generate`, `num_started` those that ran, `num_aborted` those closed before their end,
     `num_failed` those that ended in an error, `kv_peak_tokens` and `num_running_peak` the most ever held at once. More
     requests than `max_concurrency`, or a prompt that does not fit, are `EngineBusyError`; a running request that
-    outgrows the KV cache is an `EngineError`, so whoever admits too much is found out.
+    outgrows the KV cache is an `EngineError`, so whoever admits too much is found out. Where it allocates as it goes
+    there is no such refusal: it dies.
     """
 
     def __init__(self, model: str, options: SimOptions) -> None:
@@ -33,14 +35,18 @@ class SimEngine:
         self._death = asyncio.Event()
         self._reason = ""
         self._sleepers: set[asyncio.Future[None]] = set()
-        self._kv_held_tokens = 0
+        self.memory = SimMemory(options)
         self.num_calls = 0
         self.num_started = 0
         self.num_aborted = 0
         self.num_failed = 0
         self.num_running = 0
         self.num_running_peak = 0
-        self.kv_peak_tokens = 0
+
+    @property
+    def kv_peak_tokens(self) -> int:
+        """KV tokens held at most."""
+        return self.memory.peak_tokens
 
     @property
     def facts(self) -> EngineFacts:
@@ -49,7 +55,8 @@ class SimEngine:
         return EngineFacts(
             name="sim",
             version="1",
-            kv_capacity_tokens=options.kv_tokens // options.block_size * options.block_size,
+            kv_capacity_tokens=self.memory.capacity_tokens,
+            kv_memory=self.memory.kv_memory,
             block_size=options.block_size,
             max_model_len=options.max_model_len,
             max_num_seqs=options.max_concurrency,
@@ -59,6 +66,7 @@ class SimEngine:
         """Ready after `start_s`, alive again if it had died."""
         await asyncio.sleep(self._options.start_s)
         self._death.clear()
+        self.memory.clear()
         self._is_started = True
 
     async def count_prompt_tokens(self, request: InferenceRequest) -> int:
@@ -66,10 +74,13 @@ class SimEngine:
         return num_prompt_tokens_of(request)
 
     async def usage(self) -> EngineUsage:
-        """What runs and how full the KV cache is."""
+        """What runs, and how full the KV cache or what is left of the pool."""
         self._check_alive()
         return EngineUsage(
-            num_running=self.num_running, kv_usage_ratio=min(1.0, self._kv_held_tokens / self._options.kv_tokens)
+            num_running=self.num_running,
+            kv_usage_ratio=self.memory.usage_ratio,
+            memory_free_bytes=self.memory.free_bytes,
+            memory_total_bytes=self._options.pool_bytes,
         )
 
     async def check_health(self) -> None:
@@ -182,9 +193,8 @@ class SimEngine:
             raise EngineRequestError(Refusal(code="context_length_exceeded", message=message, param="messages"))
         if self.num_running >= options.max_concurrency:
             raise EngineBusyError(f"the simulated engine runs {self.num_running} requests already")
-        need = request.n * _in_blocks(num_prompt, options.block_size)
-        if self._kv_held_tokens + need > options.kv_tokens:
-            raise EngineBusyError(f"{self._kv_held_tokens} of {options.kv_tokens} KV tokens are in use")
+        if not self.memory.has_room(request.n * _in_blocks(num_prompt, options.block_size)):
+            raise EngineBusyError(f"{self.memory.held_tokens} of {options.kv_tokens} KV tokens are in use")
 
     async def _strike(self, faults: dict[str, int], num_done: int) -> None:
         """Do what the script has for a request that has produced so many tokens."""
@@ -245,10 +255,11 @@ class SimEngine:
             _wake(sleeper)
 
     def _hold(self, num_tokens: int) -> None:
-        self._kv_held_tokens += num_tokens
-        self.kv_peak_tokens = max(self.kv_peak_tokens, self._kv_held_tokens)
-        if num_tokens > 0 and self._kv_held_tokens > self._options.kv_tokens:
-            raise EngineError(f"out of KV cache: {self._kv_held_tokens} tokens held of {self._options.kv_tokens}")
+        try:
+            self.memory.hold(num_tokens)
+        except MemoryError as error:
+            self.die(str(error))
+            self._check_alive()
 
 
 class _Held:

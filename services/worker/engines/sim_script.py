@@ -5,6 +5,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from headrace.errors import ConfigError
 from headrace.schemas.openai import InferenceRequest
 from headrace.worker.engines.base import Resume
 from headrace.worker.engines.options import PositiveInt, Seconds
@@ -29,6 +30,10 @@ class SimOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     `cut_after` (the stream ends without a finish_reason) strike after that many tokens of a request, of the first
     `fault_first` requests if that is given. A hang ends as one does over HTTP, with an error after `stall_s`. A prompt
     that has `<sim die_after=5>` (or another of the four) brings its own fault, `<sim tokens=50>` its natural length.
+
+    It reserves `kv_tokens` at its start, or with `pool_bytes` and `kv_bytes_per_token` allocates as it goes: no
+    `kv_tokens`, and it dies of a token that the pool does not hold. With `keeps_memory` it gives none back when a
+    request ends, but uses it for others.
     """
 
     seed: Count = 0
@@ -43,6 +48,10 @@ class SimOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     block_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 16
     max_concurrency: PositiveInt = 64
     max_model_len: PositiveInt = 8192
+    pool_bytes: PositiveInt | None = None
+    kv_bytes_per_token: PositiveInt | None = None
+    memory_reserve_bytes: Count | None = None
+    keeps_memory: bool = False
     busy_first: Count = 0
     refuse_first: Count = 0
     fault_first: Count | None = None
@@ -50,6 +59,13 @@ class SimOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     hang_after: Count | None = None
     error_after: Count | None = None
     cut_after: Count | None = None
+
+    def __post_init__(self) -> None:
+        """Rules between options. Raises ConfigError."""
+        if (self.pool_bytes is None) != (self.kv_bytes_per_token is None):
+            raise ConfigError("engine sim: options pool_bytes and kv_bytes_per_token: only both together")
+        if self.pool_bytes is None and (self.memory_reserve_bytes is not None or self.keeps_memory):
+            raise ConfigError("engine sim: options memory_reserve_bytes and keeps_memory: only with pool_bytes")
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
