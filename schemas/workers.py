@@ -26,7 +26,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     `epoch` names one registration, `connection` the broker connection (server id and client id) it beats on. Token
     figures are KV-cache tokens; memory figures are bytes of what `memory_source` names (`system`: the host's), None
     where that is not known. `effective_concurrency` is how many requests of the usual size memory lets run at once, of
-    the `max_concurrency` asked for. `prefixes` are hashes of the conversations it served last.
+    the `max_concurrency` asked for. `faulted` counts the requests here, running or held, that a worker or an engine was
+    lost with before, `unproven` those of them that run on probation. `prefixes` are hashes of the conversations it served last.
     """
 
     worker: str
@@ -52,6 +53,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     effective_concurrency: int | None = None
     running: int = 0
     waiting: int = 0
+    faulted: int = 0
+    unproven: int = 0
     supports_streaming: bool = True
     interval_s: float = 0.5
     tokens_per_second: float | None = None

@@ -353,6 +353,8 @@ class Worker:
             effective_concurrency=self._effective_concurrency(),
             running=self._held.num_running,
             waiting=self._held.num_waiting,
+            faulted=self._gate.num_faulted,
+            unproven=self._gate.num_unproven,
             interval_s=self._settings.heartbeat_s,
             memory_total_bytes=memory.total_bytes if memory is not None else None,
             memory_free_bytes=memory.free_bytes if memory is not None else None,

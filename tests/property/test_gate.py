@@ -23,7 +23,7 @@ class Request:
     delivery: SimpleNamespace = field(init=False)
 
     def __post_init__(self) -> None:
-        self.delivery = SimpleNamespace(queue=QueueName("default", self.lane, "default"))
+        self.delivery = SimpleNamespace(queue=QueueName("default", self.lane, "default"), sequence=1)
 
 
 class GateMachine(RuleBasedStateMachine):
