@@ -27,7 +27,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     figures are KV-cache tokens; memory figures are bytes of what `memory_source` names (`system`: the host's), None
     where that is not known. `effective_concurrency` is how many requests of the usual size memory lets run at once, of
     the `max_concurrency` asked for. `faulted` counts the requests here, running or held, that a worker or an engine was
-    lost with before, `unproven` those of them that run on probation. `prefixes` are hashes of the conversations it served last.
+    lost with before, `unproven` those of them that run on probation. `prefixes` are hashes of the conversations it
+    served last.
     """
 
     worker: str

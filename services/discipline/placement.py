@@ -97,9 +97,9 @@ def place(
 ) -> tuple[Placement, str | None]:
     """What to do with a fetched request that `startable` does not name, and the worker it is meant for, if any.
 
-    Either it does not fit now, or room is kept for another, or its company here is not fit (`guest`). To be asked as it comes, when a heartbeat changes, and at
-    each look around. `others` are the other live workers of the pool, `num_delivered` is the broker's count, 1 at the
-    first, and `held_s` how long it has been here this time.
+    Either it does not fit now, or room is kept for another, or its company here would not be fit for it (`guest`). To
+    be asked as it comes, when a heartbeat changes, and at each look around. `others` are the other live workers of the
+    pool, `num_delivered` is the broker's count, 1 at the first, and `held_s` how long it has been here this time.
 
     It goes to the worker with most room of those that would start it now: at once up to `MAX_HAND_BACKS` deliveries,
     then to an idle one only, and after `MAX_HAND_BACKS_TO_IDLE` it is first held for 0.25 s. So it cannot spin, even

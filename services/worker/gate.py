@@ -156,10 +156,12 @@ class Gate:
         if self._is_closed or self.is_paused:
             return
         ordered = self._in_order()
-        fit = admissible(self._inside.values(), [self._as_asking(each) for each in ordered])
-        for index, waiting in enumerate(ordered):
-            waiting.is_kept_out = index not in fit
-        admitted = [ordered[index] for index in fit]
+        indexes = admissible(self._inside.values(), [self._as_asking(each) for each in ordered])
+        admitted = [ordered[index] for index in indexes]
+        for waiting in ordered:
+            waiting.is_kept_out = True
+        for waiting in admitted:
+            waiting.is_kept_out = False
         for index in startable(self.room, [self._as_waiter(each) for each in admitted], ageing_s=self._ageing_s):
             waiting = admitted[index]
             self._ledger.reserve(waiting.held, waiting.need_tokens)

@@ -167,14 +167,17 @@ async def fail_of_poison(running: Deployment, group: asyncio.TaskGroup, prompt: 
     """Ask for the poison beside what runs, start so many more workers as it starts, and read its end."""
 
     async def ask() -> None:
+        async for event in running.client.stream(model=MODEL, job_id="poison", prompt=prompt, max_tokens=50):
+            if isinstance(event, Started):
+                started.set()
+
+    async def give_up() -> None:
         with pytest.raises(JobFailedError) as caught:
-            async for event in running.client.stream(model=MODEL, job_id="poison", prompt=prompt, max_tokens=50):
-                if isinstance(event, Started):
-                    started.set()
+            await ask()
         assert caught.value.code == "job_failed"
 
     started = asyncio.Event()
-    asked = group.create_task(ask())
+    asked = group.create_task(give_up())
     await started.wait()
     for _ in range(num_more):
         await running.worker(sim(tokens_per_second=25.0), max_concurrency=8)

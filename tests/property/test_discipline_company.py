@@ -119,9 +119,7 @@ def test_those_without_a_token_pass_one_after_another_the_youngest_first() -> No
     ("num_tokens", "was_engine", "proof_tokens"),
     [(0, True, 1), (1, True, 2), (2, True, 0), (0, False, 1), (1, False, 0), (900, True, 0)],
 )
-def test_probation_ends_where_it_came_further_than_before(
-    num_tokens: int, was_engine: bool, proof_tokens: int
-) -> None:
+def test_probation_ends_where_it_came_further_than_before(num_tokens: int, was_engine: bool, proof_tokens: int) -> None:
     guest = of(num_tokens, was_engine=was_engine)
     assert guest.proof_tokens == proof_tokens
     assert guest.is_unproven == (proof_tokens > 0)
@@ -255,7 +253,7 @@ neighbours_of = st.lists(st.tuples(st.integers(20, 300), st.sampled_from((0.0, 0
 def test_a_poison_request_takes_nobody_that_had_made_tokens_to_a_third_start(
     neighbours: list[tuple[int, float]], num_engines: int, fails_at: int, prefill_s: float
 ) -> None:
-    """It comes last, when each of its neighbours has made two tokens. Each lasts 15 s at most, less than the patience."""
+    """It comes last, as each of its neighbours has made two tokens. Each lasts 15 s at most, half the patience."""
     plant = Plant([Request(number, *each) for number, each in enumerate(neighbours)], num_engines)
     for request in plant.requests:
         plant.engines[0].append(Seat(request, NOBODY, -request.prefill_s, 2))
@@ -273,7 +271,9 @@ def test_a_poison_request_takes_nobody_that_had_made_tokens_to_a_third_start(
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 60), st.sampled_from((0.0, 0.05, 0.3)), st.none() | st.integers(0, 4)), max_size=9),
+    st.lists(
+        st.tuples(st.integers(1, 60), st.sampled_from((0.0, 0.05, 0.3)), st.none() | st.integers(0, 4)), max_size=9
+    ),
     st.integers(1, 3),
 )
 def test_everybody_finishes_or_is_given_up_after_three_starts(

@@ -187,9 +187,7 @@ def test_faults_are_distinct_losses() -> None:
 
 def lost(attempt: int, *, offset: int = 0, by: Owner | None = None, num_made: int = 0) -> Event:
     """A `requeued` that counts `owner()` as lost, or its engine, where it says so itself."""
-    return requeued(
-        "j", attempt=attempt, offset=offset, reason="r", lost=owner(), by=by, num_made=num_made
-    )
+    return requeued("j", attempt=attempt, offset=offset, reason="r", lost=owner(), by=by, num_made=num_made)
 
 
 def drained(attempt: int, *, offset: int = 0, num_made: int = 0) -> Event:
@@ -219,7 +217,13 @@ def drained(attempt: int, *, offset: int = 0, num_made: int = 0) -> Event:
             Loss(num_tokens=5, was_engine=False),
         ),
         (
-            [RUN, event("delta", count=5), lost(2, offset=5), event("started", attempt=2, offset=5), drained(3, offset=5)],
+            [
+                RUN,
+                event("delta", count=5),
+                lost(2, offset=5),
+                event("started", attempt=2, offset=5),
+                drained(3, offset=5),
+            ],
             Loss(num_tokens=5, was_engine=False),
         ),
     ],
