@@ -8,10 +8,12 @@ import msgspec
 
 from headrace.schemas.states import JobState, Loss
 
-__all__ = ["GRACE_S", "NOBODY", "Asking", "Guest", "Standing", "admissible", "guest_of", "is_welcome"]
+__all__ = ["GRACE_S", "NOBODY", "TURN_S", "Asking", "Guest", "Standing", "admissible", "guest_of", "is_welcome"]
 
 GRACE_S: Final = 0.1
 """What one on probation waits in any case: those lost with it that had made tokens go on first."""
+TURN_S: Final = 0.5
+"""From then on those that lost their workers pass together: many may have been lost before their first token."""
 CLEARED_PATIENCE_S: Final = 2.0
 LOST_WORKER_PATIENCE_S: Final = 5.0
 LOST_ENGINE_PATIENCE_S: Final = 30.0
@@ -36,12 +38,13 @@ class Standing(enum.Enum):
 class Guest(msgspec.Struct, frozen=True, kw_only=True):
     """A request as its company sees it.
 
-    `is_suspect`: one more fault is its last. `proof_tokens` of this attempt end its probation. `patience_s` is how long
-    it waits for better company, at most.
+    `is_suspect`: one more fault is its last. `was_engine`: its worker outlived the engine that failed with it last.
+    `proof_tokens` of this attempt end its probation. `patience_s` is how long it waits for better company, at most.
     """
 
     standing: Standing = Standing.FRESH
     is_suspect: bool = False
+    was_engine: bool = False
     proof_tokens: int = 0
     patience_s: float = 0.0
 
@@ -54,6 +57,11 @@ class Guest(msgspec.Struct, frozen=True, kw_only=True):
     def is_unproven(self) -> bool:
         """Whether it is on probation."""
         return self.standing is Standing.UNPROVEN
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether it is on probation, and never beside another: it is not just one of those a lost worker ran."""
+        return self.is_unproven and (self.was_engine or self.is_suspect)
 
     def after(self, num_tokens: int) -> "Guest":
         """The same request once it has made so many tokens in this attempt."""
@@ -83,6 +91,7 @@ def guest_of(state: JobState, *, max_faults: int) -> Guest:
     return Guest(
         standing=Standing.UNPROVEN if is_unproven else Standing.CLEARED,
         is_suspect=state.is_suspect(max_faults=max_faults),
+        was_engine=state.last_loss.was_engine,
         proof_tokens=state.last_loss.num_tokens + 1 if is_unproven else 0,
         patience_s=patience_s if is_unproven else CLEARED_PATIENCE_S,
     )
@@ -91,10 +100,11 @@ def guest_of(state: JobState, *, max_faults: int) -> Guest:
 def admissible(inside: Iterable[Guest], asking: Sequence[Asking]) -> list[int]:
     """Indexes of those that may start now beside `inside` and each other, those on probation behind the others.
 
-    Whatever anybody's patience: never two unproven, and never two suspects. Until its patience is at an end, an
-    unproven one starts beside nobody that was cleared and beside no suspect, an unproven suspect beside nobody that has
-    a fault, and nobody that has a fault starts beside an unproven one. One that has no fault starts beside anybody. Of
-    several on probation the youngest is first: the last to start is more often than not what an engine failed of.
+    Whatever anybody's patience: never two suspects, and no unproven one beside another, but for those that lost their
+    workers, from `TURN_S` on. Until its patience is at an end, an unproven one starts beside nobody that was cleared
+    and beside no suspect, an unproven suspect beside nobody that has a fault, and nobody that has a fault starts beside
+    an unproven one. One that has no fault starts beside anybody. Of several on probation the youngest is first: the
+    last to start is more often than not what an engine failed of.
     """
     company = list(inside)
     chosen: list[int] = []
@@ -122,11 +132,13 @@ def _may_start(asking: Asking, company: Sequence[Guest]) -> bool:
         return True
     if guest.is_suspect and any(other.is_suspect for other in company):
         return False
-    has_unproven = any(other.is_unproven for other in company)
+    unproven = [other for other in company if other.is_unproven]
     has_patience = asking.waited_s < guest.patience_s
     if not guest.is_unproven:
-        return not (has_unproven and has_patience)
-    if has_unproven or asking.waited_s < GRACE_S:
+        return not (unproven and has_patience)
+    if asking.waited_s < (TURN_S if unproven else GRACE_S):
+        return False
+    if unproven and any(one.takes_turns for one in (guest, *unproven)):
         return False
     return not (has_patience and any(_is_endangered(other, by=guest) for other in company))
 

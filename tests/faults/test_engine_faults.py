@@ -21,7 +21,7 @@ from headrace.worker.engines.base import Resume
 from headrace.worker.engines.llama import LlamaEngine, LlamaOptions
 from headrace.worker.engines.sim import SimEngine
 from headrace.worker.engines.sim_script import SimOptions
-from tests.deployment import MODEL, Deployment, deployment, sim, until
+from tests.deployment import MODEL, Deployment, Part, deployment, sim, until
 from tests.faults.reading import Reading
 
 LATE_S = 2.0
@@ -129,6 +129,41 @@ async def test_a_poison_job_starts_three_times_and_takes_nobody_with_it(
         print(f"attempts of its neighbours: {sorted(len(reading.attempts) for reading in neighbours)}")
         assert {len(reading.attempts) for reading in neighbours} == {2}
         await check_poison(running)
+
+
+async def test_a_poison_job_that_its_workers_are_lost_with_takes_nobody_with_it(
+    broker_url: str, prefix: str
+) -> None:  # QUE-7, with a worker that is killed as soon as it has started the job
+    neighbours = [Reading(f"neighbour {number}", 60) for number in range(4)]
+    workers: dict[str, Part] = {}
+    async with (
+        deployment(broker_url, prefix, worker_ttl_s=1.0, heartbeat_s=0.2) as running,
+        asyncio.timeout(50),
+        asyncio.TaskGroup() as group,
+    ):
+
+        async def start_worker() -> None:
+            name = f"w{len(workers)}"
+            workers[name] = await running.worker(
+                sim(tokens_per_second=25.0, ttft_s=0.4), worker=name, max_concurrency=8
+            )
+
+        async def ask() -> None:
+            async for event in running.client.stream(model=MODEL, job_id="poison", prompt="poison", max_tokens=9):
+                if isinstance(event, Started):
+                    await workers[event.worker].kill()
+                    await start_worker()
+
+        await running.monitor()
+        await start_worker()
+        for reading in neighbours:
+            group.create_task(reading.read(running.client))
+        await asyncio.gather(*(reading.first_token.wait() for reading in neighbours))
+        with pytest.raises(JobFailedError):
+            await ask()
+        await check_poison(running)
+    print(f"attempts of its neighbours: {sorted(len(reading.attempts) for reading in neighbours)}")
+    assert {len(reading.attempts) for reading in neighbours} == {2}
 
 
 async def test_a_poison_job_among_requests_that_have_made_no_token_yet(broker_url: str, prefix: str) -> None:

@@ -11,6 +11,7 @@ from headrace.discipline.company import (
     LOST_ENGINE_PATIENCE_S,
     LOST_WORKER_PATIENCE_S,
     NOBODY,
+    TURN_S,
     Asking,
     Guest,
     Standing,
@@ -47,13 +48,17 @@ companies = st.lists(st.tuples(guests, st.integers(0, 3)).map(lambda drawn: draw
 
 
 @given(companies, askings)
-def test_never_two_unproven_and_never_two_suspects_whatever_the_patience(
+def test_never_two_suspects_and_nobody_beside_one_that_takes_turns_whatever_the_patience(
     inside: list[Guest], asking: list[Asking]
 ) -> None:
-    started = [asking[index].guest for index in admissible(inside, asking)]
-    for has in (lambda guest: guest.is_unproven, lambda guest: guest.is_suspect):
-        before, number = sum(map(has, inside)), sum(map(has, started))
-        assert number <= max(0, 1 - before)
+    company = list(inside)
+    for index in admissible(inside, asking):
+        guest = asking[index].guest
+        assert not (guest.is_suspect and any(other.is_suspect for other in company))
+        if guest.is_unproven and any(other.is_unproven for other in company):
+            assert asking[index].waited_s >= TURN_S
+            assert not any(other.takes_turns for other in (guest, *company))
+        company.append(guest)
 
 
 @given(companies, askings)
@@ -66,7 +71,7 @@ def test_who_has_patience_starts_in_fit_company_only(inside: list[Guest], asking
         guest, has_patience = asking[index].guest, asking[index].waited_s < asking[index].guest.patience_s
         if guest.is_unproven:
             assert asking[index].waited_s >= GRACE_S
-        if has_patience and guest.has_fault:
+        if has_patience and guest.has_fault and not (guest.is_unproven and asking[index].waited_s >= TURN_S):
             assert not any(other.is_unproven for other in company)
         if has_patience and guest.is_unproven:
             assert not any(other.standing is Standing.CLEARED or other.is_suspect for other in company)
@@ -102,6 +107,16 @@ def test_an_engine_that_runs_nobody_takes_somebody(asking: list[Asking]) -> None
 def test_those_that_had_made_tokens_go_on_together_at_once(num_cleared: int, num_fresh: int) -> None:
     asking = [Asking(guest=of(2))] * num_cleared + [Asking(guest=NOBODY)] * num_fresh
     assert admissible([NOBODY] * 3, asking) == list(range(len(asking)))
+
+
+def test_those_that_lost_their_worker_before_a_token_pass_together_after_a_while() -> None:
+    asking = [Asking(guest=of(0, was_engine=False), waited_s=TURN_S, sequence=sequence) for sequence in range(9)]
+    assert len(admissible([], asking)) == 9
+    for hard in (of(0), of(0, was_engine=False, num_faults=2)):
+        assert admissible([hard], asking) == []
+        assert admissible([asking[0].guest], [Asking(guest=hard, waited_s=LONG_S)]) == []
+    early = [msgspec.structs.replace(each, waited_s=TURN_S - 0.01) for each in asking]
+    assert len(admissible([], early)) == 1
 
 
 def test_those_without_a_token_pass_one_after_another_the_youngest_first() -> None:

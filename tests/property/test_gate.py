@@ -19,7 +19,7 @@ GUESTS = [
     NOBODY,
     Guest(standing=Standing.CLEARED, patience_s=PATIENCE_S),
     Guest(standing=Standing.CLEARED, patience_s=PATIENCE_S, is_suspect=True),
-    Guest(standing=Standing.UNPROVEN, patience_s=PATIENCE_S, proof_tokens=1),
+    Guest(standing=Standing.UNPROVEN, patience_s=PATIENCE_S, proof_tokens=1, was_engine=True),
     Guest(standing=Standing.UNPROVEN, patience_s=PATIENCE_S, proof_tokens=2, is_suspect=True),
 ]
 

@@ -73,19 +73,21 @@ class Check:
             self.fail(f"UNCLAIMED: {part.name} runs {job} attempt {attempt} without a claim in the log")
 
     def company_kept(self, engine: "StubEngine") -> None:
-        """An engine has begun one more: no two of those it computes may be on probation, nor one fault from the end."""
+        """An engine has begun one more: none of those it computes on probation may have to take turns with another."""
         max_faults = self._world.settings.max_attempts
         guests = {
             job: guest_of(self.states[job], max_faults=max_faults).after(engine.made[job, attempt])
             for (job, attempt), number in engine.running.items()
             if number and self.states[job].attempt == attempt
         }
-        for what, jobs in (
-            ("unproven", [job for job, guest in guests.items() if guest.is_unproven]),
-            ("suspect", [job for job, guest in guests.items() if guest.is_suspect]),
-        ):
-            if len(jobs) > 1:
-                self.fail(f"COMPANY: {engine.part.name} computes {jobs} beside each other, all of them {what}")
+        unproven = [job for job, guest in guests.items() if guest.is_unproven]
+        if len(unproven) > 1 and any(guests[job].takes_turns for job in unproven):
+            self.fail(f"COMPANY: {engine.part.name} computes {unproven} beside each other, all on probation")
+        suspects = [job for job, guest in guests.items() if guest.is_suspect]
+        if len(suspects) > 1:
+            self.fail(
+                f"COMPANY: {engine.part.name} computes {suspects} beside each other, all one fault from their end"
+            )
 
     def declare_gone(self, worker: str, epoch: str) -> None:
         """From now on this registration may be taken for lost."""
