@@ -93,8 +93,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """One event. `data` is the JSON body as clients see it; the other fields are its headers and what the rules need.
 
     `offset` is the number of tokens before it, `count` the tokens in it, `num_made` those that were made and not sent.
-    `sequence` and `last_sequence` are its place
-    in the job's chain, `ttl_s` the time to live it was stored with: set when read, 0 and None when about to be written.
+    `sequence` and `last_sequence` are its place in the job's chain, `ttl_s` the time to live it was stored with: set
+    when read, 0 and None when about to be written.
     """
 
     kind: EventKind

@@ -75,8 +75,8 @@ class Entrance:
         guest = guest_of(state, max_faults=self._max_faults)
         can_run_here = self._gate.room.could_ever_fit(plan.need_tokens)
         is_in = can_run_here and self._gate.enter(held, plan.need_tokens, is_interrupted=state.was_started, guest=guest)
-        held.is_backing_off = not can_run_here
         if not can_run_here:  # out of the way of those that can
+            held.is_backing_off = True
             self._gate.leave(held)
             self._room_changed()
         for number in range(_LOOK_AROUNDS):

@@ -35,8 +35,8 @@ class _Waiting:
 class Gate:
     """Reserves memory for those that `discipline.room.startable` names, the moment there is room for them.
 
-    Those that `discipline.company.admissible` does not name wait aside: they keep nothing from anybody at the gate, and
-    count neither as waiting nor as kept back, so that what is fetched leaves room for them.
+    Those that `discipline.company.admissible` does not name wait aside, and keep nothing from anybody at the gate. What is
+    fetched leaves room for them until their patience is at an end; from then on they count as kept back.
 
     Nothing else reserves, so what runs and what was let in is always within the ledger's capacity. Whoever entered
     leaves again, let in or not. `on_change` is called when somebody begins or ends to wait. Above the
@@ -178,9 +178,11 @@ class Gate:
         return effective_concurrency(self.room, usual_need_tokens=usual)
 
     def _tell(self, waiting: _Waiting) -> None:
-        is_waiting = waiting.held in self._waiting and not waiting.is_kept_out
-        if waiting.held.is_waiting != is_waiting:
-            waiting.held.is_waiting = is_waiting
+        held = waiting.held
+        is_waiting = held in self._waiting and not waiting.is_kept_out
+        is_backing_off = waiting.is_kept_out and time.monotonic() - waiting.since >= waiting.guest.patience_s
+        if (held.is_waiting, held.is_backing_off) != (is_waiting, is_backing_off):
+            held.is_waiting, held.is_backing_off = is_waiting, is_backing_off
             self._on_change()
 
     def _note_need(self, need_tokens: int) -> None:

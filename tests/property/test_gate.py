@@ -32,6 +32,7 @@ class Request:
     need_tokens: int
     guest: Guest
     is_waiting: bool = False
+    is_backing_off: bool = False
     delivery: SimpleNamespace = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,8 +86,11 @@ class GateMachine(RuleBasedStateMachine):
     @rule()
     def look_later(self) -> None:
         """The time of grace passes for all at the gate."""
+        self.wait(1.0)
+
+    def wait(self, seconds: float) -> None:
         for waiting in self.gate._waiting.values():
-            waiting.since -= 1.0
+            waiting.since -= seconds
         self.gate.look()
 
     @rule(request=requests, times=st.integers(1, 2))
@@ -135,6 +139,7 @@ class GateMachine(RuleBasedStateMachine):
             is_kept_out = self.gate.is_kept_out(request)  # type: ignore[arg-type]
             assert request.is_waiting == (not self.is_in(request) and not is_kept_out)
             assert not (is_kept_out and not request.guest.has_fault)
+            assert not (request.is_backing_off and not is_kept_out)
 
     @invariant()
     def company_is_fit_and_counted(self) -> None:
