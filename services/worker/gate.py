@@ -35,8 +35,8 @@ class _Waiting:
 class Gate:
     """Reserves memory for those that `discipline.room.startable` names, the moment there is room for them.
 
-    Those that `discipline.company.admissible` does not name wait aside, and keep nothing from anybody at the gate. What is
-    fetched leaves room for them until their patience is at an end; from then on they count as kept back.
+    Those that `discipline.company.admissible` does not name wait aside, and keep nothing from anybody at the gate. What
+    is fetched leaves room for them until their patience is at an end; from then on they count as kept back.
 
     Nothing else reserves, so what runs and what was let in is always within the ledger's capacity. Whoever entered
     leaves again, let in or not. `on_change` is called when somebody begins or ends to wait. Above the
