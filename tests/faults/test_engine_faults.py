@@ -1,11 +1,13 @@
 """Engines that die, hang, err or are full: their jobs go on, and a job that always breaks them is given up."""
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import signal
 import time
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +17,16 @@ from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import JobQueue
 from headrace.client import Delta, Done, Started
 from headrace.errors import EngineError, JobFailedError, RequestError
+from headrace.lifecycle import ChildProcess
 from headrace.schemas.chunks import EngineChunk
 from headrace.schemas.openai import InferenceRequest
 from headrace.worker.engines.base import Resume
 from headrace.worker.engines.llama import LlamaEngine, LlamaOptions
 from headrace.worker.engines.sim import SimEngine
 from headrace.worker.engines.sim_script import SimOptions
-from tests.deployment import MODEL, Deployment, Part, deployment, sim, until
+from tests.deployment import MODEL, Deployment, deployment, sim, until
 from tests.faults.reading import Reading
+from tests.processes import part
 
 LATE_S = 2.0
 """What a busy machine may add to the promised time."""
@@ -131,12 +135,13 @@ async def test_a_poison_job_starts_three_times_and_takes_nobody_with_it(
         await check_poison(running)
 
 
-async def test_a_poison_job_that_its_workers_are_lost_with_takes_nobody_with_it(
-    broker_url: str, prefix: str
-) -> None:  # QUE-7, with a worker that is killed as soon as it has started the job
+async def test_a_job_that_its_worker_is_killed_with_each_time_takes_nobody_with_it(
+    broker_url: str, prefix: str, tmp_path: Path
+) -> None:  # QUE-7, with a worker that dies as soon as it has started the job
     neighbours = [Reading(f"neighbour {number}", 60) for number in range(4)]
-    workers: dict[str, Part] = {}
+    workers: dict[str, ChildProcess] = {}
     async with (
+        contextlib.AsyncExitStack() as stack,
         deployment(broker_url, prefix, worker_ttl_s=1.0, heartbeat_s=0.2) as running,
         asyncio.timeout(50),
         asyncio.TaskGroup() as group,
@@ -144,14 +149,20 @@ async def test_a_poison_job_that_its_workers_are_lost_with_takes_nobody_with_it(
 
         async def start_worker() -> None:
             name = f"w{len(workers)}"
-            workers[name] = await running.worker(
-                sim(tokens_per_second=25.0, ttft_s=0.4), worker=name, max_concurrency=8
-            )
+            workers[name] = await stack.enter_async_context(
+                part(
+                    "serve", "worker", "--engine", "sim", "--model", MODEL, "--worker-id", name,
+                    "-o", "tokens_per_second=25", "-o", "ttft_s=0.4",
+                    url=broker_url, prefix=prefix, state_dir=tmp_path,
+                    HEADRACE_HEARTBEAT_S="0.2", HEADRACE_WORKER_TTL_S="1",
+                )
+            )  # fmt: skip
+            await until(lambda: running.is_ready(name))
 
         async def ask() -> None:
             async for event in running.client.stream(model=MODEL, job_id="poison", prompt="poison", max_tokens=9):
                 if isinstance(event, Started):
-                    await workers[event.worker].kill()
+                    workers[event.worker].send_signal(signal.SIGKILL)
                     await start_worker()
 
         await running.monitor()
