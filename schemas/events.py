@@ -42,9 +42,14 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
         return other is not None and (self.worker, self.epoch) == (other.worker, other.epoch)
 
     @property
+    def registration(self) -> str:
+        """What names this registration of this worker; fault ids begin with it."""
+        return f"{self.worker}/{self.epoch}"
+
+    @property
     def fault_id(self) -> str:
         """What names this owner in a `requeued` event that counts as a fault."""
-        return f"{self.worker}/{self.epoch}/{self.engine_run}"
+        return f"{self.registration}/{self.engine_run}"
 
 
 class AcceptedBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +75,8 @@ class StartedBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequeuedBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Body of `requeued`: the attempt that comes next; `lost` names the owner if that was a fault.
+    """Body of `requeued`: the attempt that comes next; `lost` names the owner if that was a fault, `num_made` counts
+    the tokens of the attempt that came to an end, where the job does not stream them.
 
     With the reason `fallback`, `model` and `sequence` name whose the job is now, and its queue message there.
     """
@@ -78,6 +84,7 @@ class RequeuedBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     attempt: int
     reason: str
     lost: str | None = None
+    num_made: int = 0
     model: str = ""
     sequence: int | None = None
 
@@ -85,8 +92,9 @@ class RequeuedBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class Event(msgspec.Struct, frozen=True, kw_only=True):
     """One event. `data` is the JSON body as clients see it; the other fields are its headers and what the rules need.
 
-    `offset` is the number of tokens before it, `count` the tokens in it. `sequence` and `last_sequence` are its place
-    in the job's chain, `ttl_s` the time to live it was stored with: set when read, 0 and None when about to be written.
+    `offset` is the number of tokens before it, `count` the tokens in it, `num_made` those that were made and not sent.
+    `sequence` and `last_sequence` are its place in the job's chain, `ttl_s` the time to live it was stored with: set
+    when read, 0 and None when about to be written.
     """
 
     kind: EventKind
@@ -98,6 +106,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     owner: Owner | None = None
     lost: str | None = None
     reason: str = ""
+    num_made: int = 0
     body_hash: str = ""
     model: str = ""
     queue_sequence: int | None = None
@@ -201,8 +210,18 @@ def delta(job: str, owner: Owner, *, attempt: int, offset: int, count: int, data
     return Event(kind="delta", job=job, attempt=attempt, offset=offset, count=count, data=data, owner=owner)
 
 
-def requeued(job: str, *, attempt: int, offset: int, reason: str, lost: Owner | None, by: Owner | None = None) -> Event:
-    """The job goes back to its queue; `attempt` is the next one, `lost` the owner if that was a fault.
+def requeued(
+    job: str,
+    *,
+    attempt: int,
+    offset: int,
+    reason: str,
+    lost: Owner | None,
+    by: Owner | None = None,
+    num_made: int = 0,
+) -> Event:
+    """The job goes back to its queue; `attempt` is the next one, `lost` the owner if that was a fault, `num_made` the
+    tokens that the attempt made and did not send.
 
     However many see a worker or an engine die, that is one fault. A fault that its own worker reports (an engine that
     erred and lives on) counts anew with each attempt, or a job that always fails there would be tried for ever.
@@ -215,10 +234,11 @@ def requeued(job: str, *, attempt: int, offset: int, reason: str, lost: Owner | 
         job=job,
         attempt=attempt,
         offset=offset,
-        data=msgspec.json.encode(RequeuedBody(attempt=attempt, reason=reason, lost=fault)),
+        data=msgspec.json.encode(RequeuedBody(attempt=attempt, reason=reason, lost=fault, num_made=num_made)),
         owner=by,
         lost=fault,
         reason=reason,
+        num_made=num_made,
     )
 
 
@@ -325,6 +345,7 @@ def _with_body(event: Event) -> Event:
             attempt=back.attempt,
             lost=back.lost,
             reason=back.reason,
+            num_made=back.num_made,
             model=back.model,
             queue_sequence=back.sequence,
         )

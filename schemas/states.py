@@ -43,12 +43,21 @@ def next_state(state: State, event: EventKind) -> State | None:
     return TRANSITIONS.get((state, event))
 
 
+class Loss(msgspec.Struct, frozen=True, kw_only=True):
+    """The last attempt of a job that was lost: how many tokens it had made. `was_engine`: its worker outlived it."""
+
+    num_tokens: int
+    was_engine: bool
+
+
 class JobState(msgspec.Struct, frozen=True, kw_only=True):
     """What a log says of its job.
 
     `attempt` is the attempt that runs or would run next, counted from 1. `faults` are the distinct (worker, epoch,
-    engine run) lost with the job running. `owner` is who runs it, None unless running. `num_tokens` is the offset of
-    the next token. `sequence` is the log sequence of the last event, 0 for an empty log: the next append expects it.
+    engine run) lost with the job running, `last_loss` is the last of them; tokens of a later attempt that was handed
+    back count there too. `owner` is who runs it, None unless running. `num_tokens` is the offset of the next token,
+    `attempt_offset` of the last attempt's first one. `sequence` is the log sequence of the last event, 0 for an empty
+    log: the next append expects it.
     `ttl_s` is the time to live every event of the job gets.
     `is_whole` says that nothing is missing in what was read: the chain has no gap and the tokens begin at 0.
     """
@@ -57,7 +66,9 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int = 1
     faults: frozenset[str] = frozenset()
     owner: Owner | None = None
+    last_loss: Loss | None = None
     num_tokens: int = 0
+    attempt_offset: int = 0
     sequence: int = 0
     last: Event | None = None
     was_started: bool = False
@@ -94,13 +105,15 @@ def step(state: JobState, event: Event) -> JobState:
     if event.offset > state.num_tokens or (event.kind == "delta" and event.offset < state.num_tokens):
         follows = False
     attempt, faults, owner, queue_sequence = state.attempt, state.faults, state.owner, state.queue_sequence
+    last_loss, attempt_offset = state.last_loss, state.attempt_offset
     if event.kind == "requeued":
+        last_loss, attempt_offset = _loss_after(state, event), max(state.num_tokens, event.offset)
         attempt, owner = event.attempt, None
         queue_sequence = event.queue_sequence or queue_sequence
         if event.lost is not None:
             faults = faults | {event.lost}
     elif event.kind == "started":
-        attempt, owner = event.attempt, event.owner
+        attempt, owner, attempt_offset = event.attempt, event.owner, event.offset
         queue_sequence = event.owner.queue_sequence if event.owner else queue_sequence
     elif event.kind == "accepted":
         queue_sequence = event.queue_sequence or queue_sequence
@@ -117,8 +130,10 @@ def step(state: JobState, event: Event) -> JobState:
         state=after,
         attempt=attempt,
         faults=faults,
+        last_loss=last_loss,
         owner=owner,
         num_tokens=num_tokens,
+        attempt_offset=attempt_offset,
         sequence=event.sequence,
         last=event,
         was_started=state.was_started
@@ -129,3 +144,14 @@ def step(state: JobState, event: Event) -> JobState:
         queue_sequence=queue_sequence,
         is_whole=state.is_whole and follows,
     )
+
+
+def _loss_after(state: JobState, event: Event) -> Loss | None:
+    """The last loss after a `requeued`, by what the attempt sent and what its worker says that it made."""
+    num_tokens = max(max(state.num_tokens, event.offset) - state.attempt_offset, event.num_made)
+    if event.lost is not None:
+        by = event.owner
+        return Loss(num_tokens=num_tokens, was_engine=by is not None and event.lost.startswith(f"{by.registration}/"))
+    if state.last_loss is not None and num_tokens > state.last_loss.num_tokens:
+        return msgspec.structs.replace(state.last_loss, num_tokens=num_tokens)
+    return state.last_loss

@@ -28,9 +28,10 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     `epoch` names one registration, `connection` the broker connection (server id and client id) it beats on. Token
     figures are KV-cache tokens; memory figures are bytes of what `memory_source` names (`system`: the host's), None
     where that is not known. `effective_concurrency` is how many requests of the usual size memory lets run at once, of
-    the `max_concurrency` asked for. `prefixes` are hashes of the conversations it served last. A `kv_capacity_tokens`
-    of 0 without a `kv_capacity_source` means that it is not known. One that follows free memory has a
-    `kv_capacity_peak_tokens`, the most it ever was.
+    the `max_concurrency` asked for. `faulted` counts the requests here, running or held, that a worker or an engine was
+    lost with before, `unproven` those of them that run on probation. `prefixes` are hashes of the conversations it
+    served last. A `kv_capacity_tokens` of 0 without a `kv_capacity_source` means that it is not known. One that follows
+    free memory has a `kv_capacity_peak_tokens`, the most it ever was.
     """
 
     worker: str
@@ -58,6 +59,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     effective_concurrency: int | None = None
     running: int = 0
     waiting: int = 0
+    faulted: int = 0
+    unproven: int = 0
     supports_streaming: bool = True
     interval_s: float = 0.5
     tokens_per_second: float | None = None

@@ -6,6 +6,7 @@ from typing import Final
 
 import msgspec
 
+from headrace.discipline.company import NOBODY, Guest, is_welcome
 from headrace.discipline.room import Room
 from headrace.schemas.workers import Heartbeat, WorkerState
 
@@ -31,11 +32,15 @@ class Placement(enum.Enum):
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker as its last heartbeat shows it. `prefixes` are the hashes it served last."""
+    """A worker as its last heartbeat shows it. `prefixes` are the hashes it served last, `num_faulted` and
+    `num_unproven` its company as `discipline.company` counts it.
+    """
 
     worker: str
     room: Room
     num_waiting: int = 0
+    num_faulted: int = 0
+    num_unproven: int = 0
     state: WorkerState = "Ready"
     prefixes: frozenset[str] = frozenset()
 
@@ -51,8 +56,10 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
         """Whether it could run something and does nothing."""
         return self.state == "Ready" and self.room.num_running == 0 and self.num_waiting == 0
 
-    def would_start(self, need_tokens: int) -> bool:
-        """Whether it starts such a request at once: ready, with room, and nobody held before it."""
+    def would_start(self, need_tokens: int, guest: Guest = NOBODY) -> bool:
+        """Whether it starts such a request at once: ready, with room and fit company, and nobody held before it."""
+        if not is_welcome(guest, num_faulted=self.num_faulted, num_unproven=self.num_unproven):
+            return False
         return self.state == "Ready" and self.num_waiting == 0 and self.room.fits(need_tokens)
 
     def could_ever_run(self, need_tokens: int) -> bool:
@@ -77,19 +84,27 @@ def view_of(beat: Heartbeat, *, prefixes: Iterable[str] = ()) -> WorkerView:
             is_above_high_water=beat.state == "Busy",
         ),
         num_waiting=beat.waiting,
+        num_faulted=beat.faulted,
+        num_unproven=beat.unproven,
         state=beat.state,
         prefixes=frozenset(prefixes),
     )
 
 
 def place(
-    need_tokens: int, room: Room, others: Sequence[WorkerView], *, num_delivered: int, held_s: float = 0.0
+    need_tokens: int,
+    room: Room,
+    others: Sequence[WorkerView],
+    *,
+    num_delivered: int,
+    held_s: float = 0.0,
+    guest: Guest = NOBODY,
 ) -> tuple[Placement, str | None]:
     """What to do with a fetched request that `startable` does not name, and the worker it is meant for, if any.
 
-    Either it does not fit now, or room is kept for another. To be asked as it comes, when a heartbeat changes, and at
-    each look around. `others` are the other live workers of the pool, `num_delivered` is the broker's count, 1 at the
-    first, and `held_s` how long it has been here this time.
+    Either it does not fit now, or room is kept for another, or its company here would not be fit for it (`guest`). To
+    be asked as it comes, when a heartbeat changes, and at each look around. `others` are the other live workers of the
+    pool, `num_delivered` is the broker's count, 1 at the first, and `held_s` how long it has been here this time.
 
     It goes to the worker with most room of those that would start it now: at once up to `MAX_HAND_BACKS` deliveries,
     then to an idle one only, and after `MAX_HAND_BACKS_TO_IDLE` it is first held for 0.25 s. So it cannot spin, even
@@ -97,7 +112,7 @@ def place(
     in time if need be, but then only after a while (`patience_s`).
     """
     able = [other for other in others if other.could_ever_run(need_tokens)]
-    ready = [other for other in able if other.would_start(need_tokens)]
+    ready = [other for other in able if other.would_start(need_tokens, guest)]
     is_quick = num_delivered <= MAX_HAND_BACKS
     if room.could_ever_fit(need_tokens):
         if not is_quick:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from headrace.discipline.company import GRACE_S, Guest, guest_of
 from headrace.discipline.placement import Placement, place
 from headrace.lifecycle import wait_first
 from headrace.schemas.jobs import Job
@@ -13,7 +14,7 @@ from headrace.schemas.states import JobState
 from headrace.schemas.subjects import QueueName
 from headrace.telemetry import Span
 from headrace.worker.gate import Gate
-from headrace.worker.held import Held, HeldSet
+from headrace.worker.held import Held
 from headrace.worker.neighbours import Neighbours
 from headrace.worker.planning import Plan
 from headrace.worker.settling import Settler
@@ -27,7 +28,8 @@ _LOOK_AROUNDS: Final = 6
 _LENT_RETRY_S: Final = 2.0
 _MAY_RETURN_S: Final = 5.0
 """How long one is kept that no live worker could ever run: the one that could may be about to start again."""
-_SUSPECT_RETRY_S: Final = 0.5
+_COMPANY_RETRY_S: Final = 0.5
+"""After this long one whose company here is not fit is given to any worker where it is, however often it came."""
 
 
 class Entry(enum.Enum):
@@ -53,7 +55,6 @@ class Entrance:
         gate: Gate,
         neighbours: Neighbours,
         settler: Settler,
-        held: HeldSet,
         pool: str,
         max_faults: int,
         servers_of: Callable[[str], Iterable[str]],
@@ -63,7 +64,6 @@ class Entrance:
         self._gate = gate
         self._neighbours = neighbours
         self._settler = settler
-        self._held = held
         self._pool = pool
         self._max_faults = max_faults
         self._servers_of = servers_of
@@ -72,18 +72,14 @@ class Entrance:
 
     async def enter(self, held: Held, job: Job, plan: Plan, state: JobState, span: Span) -> Entry:
         """Get it a place in the engine's memory, here or with another worker."""
-        is_suspect = state.is_suspect(max_faults=self._max_faults)
-        if is_suspect and not held.is_suspect and self._held.has_suspect:
-            await self.hand_back(held, job, _SUSPECT_RETRY_S)
-            return Entry.GONE
-        held.is_suspect = is_suspect
+        guest = guest_of(state, max_faults=self._max_faults)
         can_run_here = self._gate.room.could_ever_fit(plan.need_tokens)
-        is_in = can_run_here and self._gate.enter(held, plan.need_tokens, is_interrupted=state.was_started)
-        held.is_backing_off = not can_run_here
+        is_in = can_run_here and self._gate.enter(held, plan.need_tokens, is_interrupted=state.was_started, guest=guest)
         if not can_run_here:  # out of the way of those that can
+            held.is_backing_off = True
             self._gate.leave(held)
             self._room_changed()
-        for _ in range(_LOOK_AROUNDS):
+        for number in range(_LOOK_AROUNDS):
             if self._settler.draining.is_set() or self._gate.is_paused:
                 await self.hand_back(held, job)
                 return Entry.GONE
@@ -91,31 +87,39 @@ class Entrance:
                 return Entry.IN
             if held.is_void:
                 return Entry.GONE
-            entry = await self._elsewhere(held, job, plan, state, span)
+            is_in_grace = guest.is_unproven and number == 0
+            entry = await self._elsewhere(held, job, plan, state, guest, span) if not is_in_grace else None
             if entry is not None:
                 return entry
             if can_run_here:
-                is_in = await self._gate.let_in(held, timeout_s=_LOOK_AROUND_S)
+                is_in = await self._gate.let_in(held, timeout_s=GRACE_S if is_in_grace else _LOOK_AROUND_S)
             else:
                 await wait_first(self._settler.draining, timeout_s=_LOOK_AROUND_S)
         return Entry.IN if is_in else Entry.AGAIN
 
     async def hand_back(self, held: Held, job: Job, delay_s: float = 0.0, *, to: str | None = None) -> None:
         """Give it back to its queue; it takes no place here from now on."""
-        held.is_suspect = False
         held.is_backing_off = True
         self._gate.leave(held)
         self._room_changed()
         await self._settler.hand_back(held, job, delay_s=delay_s, to=to)
 
-    async def _elsewhere(self, held: Held, job: Job, plan: Plan, state: JobState, span: Span) -> Entry | None:
+    async def _elsewhere(
+        self, held: Held, job: Job, plan: Plan, state: JobState, guest: Guest, span: Span
+    ) -> Entry | None:
         """Hand it to a worker that would start it, or end it where none ever could; None: keep it here for now."""
         others = await self._neighbours.of_pools(self._servers_of(held.delivery.queue.pool))
         if others is None or held in self._gate:
             return None
         held_s = time.monotonic() - held.since
+        may_go_again = self._gate.is_kept_out(held) and held_s >= _COMPANY_RETRY_S
         where, other = place(
-            plan.need_tokens, self._gate.room, others, num_delivered=held.delivery.num_delivered, held_s=held_s
+            plan.need_tokens,
+            self._gate.room,
+            others,
+            num_delivered=1 if may_go_again else held.delivery.num_delivered,
+            held_s=held_s,
+            guest=guest,
         )
         is_own = held.delivery.queue.pool == self._pool
         if where is Placement.NEVER and not is_own:  # its own pool's workers may come yet

@@ -5,6 +5,7 @@ import contextlib
 import enum
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, Final, Literal
 
 import msgspec
@@ -77,7 +78,7 @@ class Execution:
     """Runs one claimed job. `stop` ends it early from outside; everything else it decides itself.
 
     `last_progress` is the monotonic time of the last piece from the engine, for the watchdog; `has_read_prompt` says
-    whether a token came from it.
+    whether a token came from it. `on_progress` is told at each piece how many tokens this attempt has made.
     """
 
     def __init__(
@@ -91,10 +92,12 @@ class Execution:
         max_event_bytes: int,
         clock: BrokerClock,
         span: Span,
+        on_progress: Callable[[int], None],
     ) -> None:
         self._claimed = claimed
         self._engine = engine
         self._span = span
+        self._on_progress = on_progress
         self._max_event_bytes = max_event_bytes
         self._clock = clock
         job = claimed.job
@@ -240,8 +243,14 @@ class Execution:
             self._whole_response = chunk.response
         if chunk.choices:
             self._assembler.add(chunk.choices)
+            self._on_progress(self._num_made)
             if self._claimed.request.stream:
                 await self._flow.add(chunk.choices)
+
+    @property
+    def _num_made(self) -> int:
+        """Tokens of this attempt."""
+        return max(0, self._assembler.num_tokens - self._claimed.state.num_tokens)
 
     def _resume(self) -> Resume | None:
         if not self._assembler.num_tokens:
@@ -341,6 +350,7 @@ class Execution:
             reason=reason,
             lost=claimed.owner if is_fault else None,
             by=claimed.owner,
+            num_made=0 if claimed.request.stream else self._num_made,
         )
         result = await self._writer.append(event)
         if not isinstance(result, Appended):

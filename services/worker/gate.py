@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from headrace.discipline.company import NOBODY, Asking, Guest, admissible
 from headrace.discipline.room import Room, Waiter, startable
 from headrace.schemas.subjects import LANES
 from headrace.worker.held import Held
@@ -18,19 +19,24 @@ _LANE_RANK: Final = {lane: rank for rank, lane in enumerate(LANES)}
 
 
 class _Waiting:
-    """One request at the gate; `is_in` once its need is reserved."""
+    """One request at the gate; `is_in` once its need is reserved, `is_kept_out` while its company would not be fit."""
 
-    def __init__(self, held: Held, need_tokens: int, *, is_interrupted: bool, number: int) -> None:
+    def __init__(self, held: Held, need_tokens: int, *, is_interrupted: bool, guest: Guest, number: int) -> None:
         self.held = held
         self.need_tokens = need_tokens
         self.is_interrupted = is_interrupted
+        self.guest = guest
         self.number = number
+        self.is_kept_out = False
         self.since = time.monotonic()
         self.is_in = asyncio.Event()
 
 
 class Gate:
     """Reserves memory for those that `discipline.room.startable` names, the moment there is room for them.
+
+    Those that `discipline.company.admissible` does not name wait aside, and keep nothing from anybody at the gate. What
+    is fetched leaves room for them until their patience is at an end; from then on they count as kept back.
 
     Nothing else reserves, so what runs and what was let in is always within the ledger's capacity. Whoever entered
     leaves again, let in or not. `on_change` is called when somebody begins or ends to wait. Above the
@@ -43,6 +49,7 @@ class Gate:
         self._ageing_s = ageing_s
         self._on_change = on_change
         self._waiting: dict[Held, _Waiting] = {}
+        self._inside: dict[Held, Guest] = {}
         self._num_entered = 0
         self._is_closed = False
         self.is_paused = False
@@ -60,38 +67,67 @@ class Gate:
 
     @property
     def waiters(self) -> list[Waiter]:
-        """Those that wait, in the order in which they would start."""
-        return [self._as_waiter(each) for each in self._in_order()]
+        """Those that wait for room, in the order in which they would start."""
+        return [self._as_waiter(each) for each in self._in_order() if not each.is_kept_out]
 
-    def enter(self, held: Held, need_tokens: int, *, is_interrupted: bool) -> bool:
-        """Ask to start; whether it was let in at once. `is_interrupted`: it was running before."""
+    @property
+    def num_faulted(self) -> int:
+        """Requests here, inside or at the gate, that a worker or an engine was lost with before."""
+        at_the_gate = (waiting.guest for waiting in self._waiting.values())
+        return sum(guest.has_fault for guest in (*self._inside.values(), *at_the_gate))
+
+    @property
+    def num_unproven(self) -> int:
+        """Requests inside that are on probation."""
+        return sum(guest.is_unproven for guest in self._inside.values())
+
+    def is_kept_out(self, held: Held) -> bool:
+        """Whether it waits for the sake of its company, and not for room."""
+        waiting = self._waiting.get(held)
+        return waiting is not None and waiting.is_kept_out
+
+    def enter(self, held: Held, need_tokens: int, *, is_interrupted: bool, guest: Guest = NOBODY) -> bool:
+        """Ask to start; whether it was let in at once. `is_interrupted`: it was running before, as `guest` tells."""
         if held in self:  # let in since it last asked
             return True
         if held not in self._waiting:
             self._num_entered += 1
-            self._waiting[held] = _Waiting(held, need_tokens, is_interrupted=is_interrupted, number=self._num_entered)
+            self._waiting[held] = _Waiting(
+                held, need_tokens, is_interrupted=is_interrupted, guest=guest, number=self._num_entered
+            )
             self.look()
         if held not in self._waiting:
             return True
-        if not held.is_waiting:
-            held.is_waiting = True
-            self._on_change()
+        self._tell(self._waiting[held])
         return False
 
     async def let_in(self, held: Held, *, timeout_s: float) -> bool:
-        """Wait until it is let in, and say whether it was; it goes on waiting in its place where it was not."""
+        """Wait until it is let in, and say whether it was; it goes on waiting in its place where it was not.
+
+        Patience runs out without anything else happening, so that is looked at once the time is over.
+        """
         waiting = self._waiting.get(held)
         if waiting is not None:
             try:
                 async with asyncio.timeout(timeout_s):
                     await waiting.is_in.wait()
             except TimeoutError:
-                pass
+                if waiting.guest.has_fault:
+                    self.look()
         return held in self
+
+    def note_progress(self, held: Held, num_tokens: int) -> None:
+        """One inside has made so many tokens in this attempt, which may end its probation."""
+        guest = self._inside.get(held)
+        if guest is not None and guest.is_unproven:
+            self._inside[held] = guest.after(num_tokens)
+            if not self._inside[held].is_unproven:
+                self.look()
 
     def leave(self, held: Held) -> None:
         """It ended, or is handed back: give up its place or its memory, and let others in."""
         self._waiting.pop(held, None)
+        self._inside.pop(held, None)
         held.is_waiting = False
         self._ledger.release(held)
         self.look()
@@ -120,21 +156,34 @@ class Gate:
         if self._is_closed or self.is_paused:
             return
         ordered = self._in_order()
-        waiters = [self._as_waiter(each) for each in ordered]
-        for index in startable(self.room, waiters, ageing_s=self._ageing_s):
-            waiting = ordered[index]
+        indexes = admissible(self._inside.values(), [self._as_asking(each) for each in ordered])
+        admitted = [ordered[index] for index in indexes]
+        for waiting in ordered:
+            waiting.is_kept_out = True
+        for waiting in admitted:
+            waiting.is_kept_out = False
+        for index in startable(self.room, [self._as_waiter(each) for each in admitted], ageing_s=self._ageing_s):
+            waiting = admitted[index]
             self._ledger.reserve(waiting.held, waiting.need_tokens)
             self._note_need(waiting.need_tokens)
             del self._waiting[waiting.held]
+            self._inside[waiting.held] = waiting.guest
             waiting.is_in.set()
-            if waiting.held.is_waiting:
-                waiting.held.is_waiting = False
-                self._on_change()
+        for waiting in ordered:
+            self._tell(waiting)
 
     def effective_concurrency(self, *, default_need_tokens: int) -> int:
         """How many requests memory lets run at once; of the usual need here, or of a default before there is one."""
         usual = self._usual_need if self._usual_need is not None else float(default_need_tokens)
         return effective_concurrency(self.room, usual_need_tokens=usual)
+
+    def _tell(self, waiting: _Waiting) -> None:
+        held = waiting.held
+        is_waiting = held in self._waiting and not waiting.is_kept_out
+        is_backing_off = waiting.is_kept_out and time.monotonic() - waiting.since >= waiting.guest.patience_s
+        if (held.is_waiting, held.is_backing_off) != (is_waiting, is_backing_off):
+            held.is_waiting, held.is_backing_off = is_waiting, is_backing_off
+            self._on_change()
 
     def _note_need(self, need_tokens: int) -> None:
         known = self._usual_need
@@ -142,6 +191,14 @@ class Gate:
 
     def _in_order(self) -> list[_Waiting]:
         return sorted(self._waiting.values(), key=lambda each: (_LANE_RANK[each.held.delivery.queue.lane], each.number))
+
+    @staticmethod
+    def _as_asking(waiting: _Waiting) -> Asking:
+        return Asking(
+            guest=waiting.guest,
+            waited_s=time.monotonic() - waiting.since,
+            sequence=waiting.held.delivery.sequence,
+        )
 
     @staticmethod
     def _as_waiter(waiting: _Waiting) -> Waiter:

@@ -104,7 +104,6 @@ class Handler:
             gate=gate,
             neighbours=neighbours,
             settler=self._settler,
-            held=held,
             pool=pool,
             max_faults=bus.settings.max_attempts,
             servers_of=servers_of,
@@ -367,6 +366,7 @@ class Handler:
             max_event_bytes=self._bus.max_data_bytes,
             clock=self._bus.clock,
             span=span,
+            on_progress=lambda num_tokens: self._gate.note_progress(held, num_tokens),
         )
         self._served.note(landmarks(prefix_hashes(conversation_texts(plan.request))))
         self._room_changed()

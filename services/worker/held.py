@@ -21,8 +21,7 @@ _RENEWALS_PER_ACK_WAIT: Final = 3
 
 class Held:
     """One held message. `execution` is set while the engine works on it, `is_waiting` while it does not fit,
-    `is_backing_off` while it is kept back, after a fault or since it can never run here, `is_suspect` while it is
-    the one job here that may be what its engines fail of.
+    `is_backing_off` while it is kept back, after a fault, for the sake of its company, or since it can never run here.
 
     `need_tokens` is the router's estimate, `listed_in` the number of the first beat that lists it. `is_void` once the
     worker lost its registration: then nothing more may be written for it, nor settled.
@@ -40,7 +39,6 @@ class Held:
         self.is_waiting = False
         self.is_backing_off = False
         self.is_void = False
-        self.is_suspect = False
 
     def as_request(self) -> HeldRequest:
         """Its line in the heartbeat."""
@@ -109,11 +107,6 @@ class HeldSet:
     def num_kept_back(self) -> int:
         """Messages kept back for a while, which take no place here meanwhile."""
         return sum(held.is_backing_off for held in self._entries.values())
-
-    @property
-    def has_suspect(self) -> bool:
-        """Whether a job is here that may be what its engines fail of."""
-        return any(held.is_suspect for held in self._entries.values())
 
     @property
     def num_running(self) -> int:

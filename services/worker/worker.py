@@ -368,6 +368,8 @@ class Worker:
             effective_concurrency=self._effective_concurrency(),
             running=self._held.num_running,
             waiting=self._held.num_waiting,
+            faulted=self._gate.num_faulted,
+            unproven=self._gate.num_unproven,
             interval_s=self._settings.heartbeat_s,
             seconds_per_job=self._handler.seconds_per_job,
             reason=self._reason,

@@ -55,6 +55,11 @@ GOLDEN_EVENTS: list[tuple[Event, dict[str, str], bytes]] = [
         b'{"attempt":3,"reason":"drained"}',
     ),
     (
+        events.requeued("j1", attempt=3, offset=0, reason="engine_died", lost=OWNER, by=OWNER, num_made=4),
+        headers("requeued", 3, 0, **W1),
+        b'{"attempt":3,"reason":"engine_died","lost":"w-1/e7/2/2","num_made":4}',
+    ),
+    (
         events.handed_over("j1", attempt=2, model="m-2", queue_sequence=9, body_hash="ab12", by=OWNER),
         headers("requeued", 2, 0, **W1, Hash="ab12"),
         b'{"attempt":2,"reason":"fallback","model":"m-2","sequence":9}',

@@ -1,11 +1,13 @@
 """Engines that die, hang, err or are full: their jobs go on, and a job that always breaks them is given up."""
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import signal
 import time
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ import pytest
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import JobQueue
-from headrace.client import Delta, Done
+from headrace.client import Delta, Done, Started
 from headrace.errors import EngineError, JobFailedError, RequestError
+from headrace.lifecycle import ChildProcess
 from headrace.schemas.chunks import EngineChunk
 from headrace.schemas.openai import InferenceRequest
 from headrace.worker.engines.base import Resume
@@ -23,6 +26,7 @@ from headrace.worker.engines.sim import SimEngine
 from headrace.worker.engines.sim_script import SimOptions
 from tests.deployment import MODEL, Deployment, deployment, sim, until
 from tests.faults.reading import Reading
+from tests.processes import part
 
 LATE_S = 2.0
 """What a busy machine may add to the promised time."""
@@ -112,31 +116,134 @@ async def test_an_engine_that_hangs_while_heartbeats_go_on(broker_url: str, pref
         assert hanging.num_running == 0
 
 
+@pytest.mark.parametrize("num_workers", [2, 1])
+@pytest.mark.parametrize("die_after", [0, 1])
 async def test_a_poison_job_starts_three_times_and_takes_nobody_with_it(
-    broker_url: str, prefix: str
-) -> None:  # QUE-7, with an engine that dies of the job each time
-    neighbours = [Reading(f"neighbour {number}", 60) for number in range(6)]
+    broker_url: str, prefix: str, num_workers: int, die_after: int
+) -> None:  # QUE-7, with an engine that dies of the job's prefill, or of its first decode step, each time
+    neighbours = [Reading(f"neighbour {number}", 90) for number in range(6)]
     async with deployment(broker_url, prefix) as running, asyncio.timeout(50):
-        for _ in range(2):
-            await running.worker(sim(tokens_per_second=25.0), max_concurrency=8)
+        await running.worker(sim(tokens_per_second=25.0), max_concurrency=8)
         async with asyncio.TaskGroup() as group:
             for reading in neighbours:
                 group.create_task(reading.read(running.client))
             await asyncio.gather(*(reading.first_token.wait() for reading in neighbours))
-            with pytest.raises(JobFailedError) as caught:
-                await running.client.complete(model=MODEL, job_id="poison", prompt="<sim die_after=1>", max_tokens=9)
-        assert caught.value.code == "job_failed"
-        events = await JobLog(running.bus).read("default", "poison")
-        assert sum(event.kind == "started" for event in events) == 3
-        assert len({event.lost for event in events if event.lost is not None}) == 3
-        assert events[-1].is_dead
+            await until(lambda: have_made(running, neighbours, 3))
+            await fail_of_poison(running, group, f"<sim die_after={die_after}>", num_workers - 1)
         print(f"attempts of its neighbours: {sorted(len(reading.attempts) for reading in neighbours)}")
-        # Who the culprit is shows only at the second death: until then all that died together go on together, at once.
+        assert {len(reading.attempts) for reading in neighbours} == {2}
+        await check_poison(running)
+
+
+async def test_a_job_that_its_worker_is_killed_with_each_time_takes_nobody_with_it(
+    broker_url: str, prefix: str, tmp_path: Path
+) -> None:  # QUE-7, with a worker that dies as soon as it has started the job
+    neighbours = [Reading(f"neighbour {number}", 60) for number in range(4)]
+    workers: dict[str, ChildProcess] = {}
+    async with (
+        contextlib.AsyncExitStack() as stack,
+        deployment(broker_url, prefix, worker_ttl_s=1.0, heartbeat_s=0.2) as running,
+        asyncio.timeout(50),
+        asyncio.TaskGroup() as group,
+    ):
+
+        async def start_worker() -> None:
+            name = f"w{len(workers)}"
+            workers[name] = await stack.enter_async_context(
+                part(
+                    "serve", "worker", "--engine", "sim", "--model", MODEL, "--worker-id", name,
+                    "-o", "tokens_per_second=25", "-o", "ttft_s=0.4",
+                    url=broker_url, prefix=prefix, state_dir=tmp_path,
+                    HEADRACE_HEARTBEAT_S="0.2", HEADRACE_WORKER_TTL_S="1",
+                )
+            )  # fmt: skip
+            await until(lambda: running.is_ready(name))
+
+        async def ask() -> None:
+            async for event in running.client.stream(model=MODEL, job_id="poison", prompt="poison", max_tokens=9):
+                if isinstance(event, Started):
+                    workers[event.worker].send_signal(signal.SIGKILL)
+                    await start_worker()
+
+        await running.monitor()
+        await start_worker()
         for reading in neighbours:
-            assert reading.done is not None
-            assert len(reading.attempts) <= 3
-        await check_one_dead_letter(running, "poison")
-        await until(lambda: is_empty(running))
+            group.create_task(reading.read(running.client))
+        await asyncio.gather(*(reading.first_token.wait() for reading in neighbours))
+        with pytest.raises(JobFailedError):
+            await ask()
+        await check_poison(running)
+    print(f"attempts of its neighbours: {sorted(len(reading.attempts) for reading in neighbours)}")
+    assert {len(reading.attempts) for reading in neighbours} == {2}
+
+
+async def test_a_poison_job_among_requests_that_have_made_no_token_yet(broker_url: str, prefix: str) -> None:
+    """The worst case: nothing tells it from its neighbours. None of them may be given up, all must finish."""
+    neighbours = [Reading(f"neighbour {number}", 30) for number in range(6)]
+    async with deployment(broker_url, prefix) as running, asyncio.timeout(50):
+        await running.worker(sim(tokens_per_second=25.0, ttft_s=0.4), max_concurrency=8)
+        async with asyncio.TaskGroup() as group:
+            for reading in neighbours:
+                group.create_task(reading.read(running.client))
+            await asyncio.gather(*(reading.started.wait() for reading in neighbours))
+            await fail_of_poison(running, group, "<sim die_after=0>", 1)
+        print(f"attempts of its neighbours: {sorted(len(reading.attempts) for reading in neighbours)}")
+        assert max(len(reading.attempts) for reading in neighbours) <= 3
+        await check_poison(running)
+
+
+async def test_a_poison_job_that_makes_tokens_first_is_given_up_and_its_neighbours_are_not(
+    broker_url: str, prefix: str
+) -> None:
+    """By what it made it is innocent: those lost with it go on beside it, and may start a third time."""
+    neighbours = [Reading(f"neighbour {number}", 60) for number in range(6)]
+    async with deployment(broker_url, prefix) as running, asyncio.timeout(50):
+        await running.worker(sim(tokens_per_second=50.0), max_concurrency=8)
+        async with asyncio.TaskGroup() as group:
+            for reading in neighbours:
+                group.create_task(reading.read(running.client))
+            await asyncio.gather(*(reading.first_token.wait() for reading in neighbours))
+            await fail_of_poison(running, group, "<sim die_after=5>", 1)
+        print(f"attempts of its neighbours: {sorted(len(reading.attempts) for reading in neighbours)}")
+        assert max(len(reading.attempts) for reading in neighbours) <= 3
+        await check_poison(running)
+
+
+async def fail_of_poison(running: Deployment, group: asyncio.TaskGroup, prompt: str, num_more: int) -> None:
+    """Ask for the poison beside what runs, start so many more workers as it starts, and read its end."""
+
+    async def ask() -> None:
+        async for event in running.client.stream(model=MODEL, job_id="poison", prompt=prompt, max_tokens=50):
+            if isinstance(event, Started):
+                started.set()
+
+    async def give_up() -> None:
+        with pytest.raises(JobFailedError) as caught:
+            await ask()
+        assert caught.value.code == "job_failed"
+
+    started = asyncio.Event()
+    asked = group.create_task(give_up())
+    await started.wait()
+    for _ in range(num_more):
+        await running.worker(sim(tokens_per_second=25.0), max_concurrency=8)
+    await asked
+
+
+async def check_poison(running: Deployment) -> None:
+    """It started three times and is the one dead letter; nothing is left in the queue."""
+    await until(lambda: is_empty(running))  # its message goes once the dead letter is written
+    events = await JobLog(running.bus).read("default", "poison")
+    assert sum(event.kind == "started" for event in events) == 3
+    assert len({event.lost for event in events if event.lost is not None}) == 3
+    assert events[-1].is_dead
+    await check_one_dead_letter(running, "poison")
+
+
+async def have_made(running: Deployment, readings: list[Reading], num_tokens: int) -> bool:
+    """Whether each of them has appended so many tokens."""
+    last = [await JobLog(running.bus).last("default", reading.job) for reading in readings]
+    return all(event is not None and event.offset + event.count >= num_tokens for event in last)
 
 
 async def test_a_request_that_waits_as_the_engine_dies_is_not_started_in_it(broker_url: str, prefix: str) -> None:
@@ -162,7 +269,7 @@ async def has_waiting(running: Deployment, worker: str) -> bool:
 
 
 async def test_streams_of_one_dead_engine_go_on_together(broker_url: str, prefix: str) -> None:
-    """Each of them is a suspect now, but one that others share a fault with is none that must run alone."""
+    """All had made tokens, so none of them is on probation."""
     readings = [Reading(f"stream {number}", 60) for number in range(20)]
     engine, other = sim(tokens_per_second=30.0), sim(tokens_per_second=30.0)
     async with deployment(broker_url, prefix) as running, asyncio.timeout(50):
@@ -171,6 +278,7 @@ async def test_streams_of_one_dead_engine_go_on_together(broker_url: str, prefix
             for reading in readings:
                 group.create_task(reading.read(running.client))
             await asyncio.gather(*(reading.first_token.wait() for reading in readings))
+            await until(lambda: have_made(running, readings, 2))
             await running.worker(other, worker="other", max_concurrency=20)
             began = time.monotonic()
             engine.die()

@@ -1,4 +1,6 @@
-"""The gate under any order of arrivals, ends, capacity changes and looks: memory is never promised twice."""
+"""The gate under any order of arrivals, ends, capacity changes and looks: memory is never promised twice, and nobody
+stands beside one on probation who should not.
+"""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -6,11 +8,20 @@ from types import SimpleNamespace
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
+from headrace.discipline.company import NOBODY, Guest, Standing
 from headrace.schemas.subjects import LANES, Lane, QueueName
 from headrace.worker.gate import Gate
 from headrace.worker.ledger import Ledger
 
 AGEING_S = 1000.0
+PATIENCE_S = 1000.0
+GUESTS = [
+    NOBODY,
+    Guest(standing=Standing.CLEARED, patience_s=PATIENCE_S),
+    Guest(standing=Standing.CLEARED, patience_s=PATIENCE_S, is_suspect=True),
+    Guest(standing=Standing.UNPROVEN, patience_s=PATIENCE_S, proof_tokens=1, was_engine=True),
+    Guest(standing=Standing.UNPROVEN, patience_s=PATIENCE_S, proof_tokens=2, is_suspect=True),
+]
 
 
 @dataclass(eq=False)
@@ -19,11 +30,13 @@ class Request:
 
     lane: Lane
     need_tokens: int
+    guest: Guest
     is_waiting: bool = False
+    is_backing_off: bool = False
     delivery: SimpleNamespace = field(init=False)
 
     def __post_init__(self) -> None:
-        self.delivery = SimpleNamespace(queue=QueueName("default", self.lane, "default"))
+        self.delivery = SimpleNamespace(queue=QueueName("default", self.lane, "default"), sequence=1)
 
 
 class GateMachine(RuleBasedStateMachine):
@@ -42,11 +55,17 @@ class GateMachine(RuleBasedStateMachine):
     def is_in(self, request: Request) -> bool:
         return request in self.gate  # type: ignore[operator]
 
-    @rule(target=requests, lane=st.sampled_from(LANES), need=st.integers(1, 120), interrupted=st.booleans())
-    def arrive(self, lane: Lane, need: int, interrupted: bool) -> Request:
-        request = Request(lane, need)
+    @rule(
+        target=requests,
+        lane=st.sampled_from(LANES),
+        need=st.integers(1, 120),
+        interrupted=st.booleans(),
+        guest=st.sampled_from(GUESTS),
+    )
+    def arrive(self, lane: Lane, need: int, interrupted: bool, guest: Guest) -> Request:
+        request = Request(lane, need, guest)
         self.here.append(request)
-        is_in = self.gate.enter(request, need, is_interrupted=interrupted)  # type: ignore[arg-type]
+        is_in = self.gate.enter(request, need, is_interrupted=interrupted, guest=guest)  # type: ignore[arg-type]
         assert is_in == self.is_in(request)
         assert not (is_in and self.is_down)
         return request
@@ -56,6 +75,23 @@ class GateMachine(RuleBasedStateMachine):
         if request in self.here:
             is_in = self.gate.enter(request, request.need_tokens, is_interrupted=False)  # type: ignore[arg-type]
             assert is_in == self.is_in(request)
+
+    @rule(request=requests, num_tokens=st.integers(0, 2))
+    def make_tokens(self, request: Request, num_tokens: int) -> None:
+        was_in = self.is_in(request)
+        self.gate.note_progress(request, num_tokens)  # type: ignore[arg-type]
+        if was_in:
+            request.guest = request.guest.after(num_tokens)
+
+    @rule()
+    def look_later(self) -> None:
+        """The time of grace passes for all at the gate."""
+        self.wait(1.0)
+
+    def wait(self, seconds: float) -> None:
+        for waiting in self.gate._waiting.values():
+            waiting.since -= seconds
+        self.gate.look()
 
     @rule(request=requests, times=st.integers(1, 2))
     def leave(self, request: Request, times: int) -> None:
@@ -97,9 +133,21 @@ class GateMachine(RuleBasedStateMachine):
     @invariant()
     def everybody_is_in_or_waits(self) -> None:
         num_in = sum(self.is_in(request) for request in self.here)
-        assert len(self.gate.waiters) == len(self.here) - num_in
+        num_kept_out = sum(self.gate.is_kept_out(request) for request in self.here)  # type: ignore[arg-type]
+        assert len(self.gate.waiters) == len(self.here) - num_in - num_kept_out
         for request in self.here:
-            assert request.is_waiting == (not self.is_in(request))
+            is_kept_out = self.gate.is_kept_out(request)  # type: ignore[arg-type]
+            assert request.is_waiting == (not self.is_in(request) and not is_kept_out)
+            assert not (is_kept_out and not request.guest.has_fault)
+            assert not (request.is_backing_off and not is_kept_out)
+
+    @invariant()
+    def company_is_fit_and_counted(self) -> None:
+        inside = [request.guest for request in self.here if self.is_in(request)]
+        assert self.gate.num_unproven == sum(guest.is_unproven for guest in inside) <= 1
+        assert sum(guest.is_suspect for guest in inside) <= 1
+        assert self.gate.num_faulted == sum(request.guest.has_fault for request in self.here)
+        assert not (self.gate.num_unproven and any(guest.standing is Standing.CLEARED for guest in inside))
 
     @invariant()
     def nobody_waits_who_could_start_alone(self) -> None:

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from headrace.discipline.company import guest_of
 from headrace.schemas import events, subjects
 from headrace.schemas.events import Event, Owner
 from headrace.schemas.states import JobState, fold, next_state
@@ -12,6 +13,7 @@ from tests.simulation.broker import Link, Stored, Stream
 from tests.simulation.engine import token
 
 if TYPE_CHECKING:
+    from tests.simulation.engine import StubEngine
     from tests.simulation.world import Part, World
 
 __all__ = ["Check"]
@@ -69,6 +71,23 @@ class Check:
         ours = [e for e in events_ if e.kind == "started" and e.attempt == attempt]
         if not ours:
             self.fail(f"UNCLAIMED: {part.name} runs {job} attempt {attempt} without a claim in the log")
+
+    def company_kept(self, engine: "StubEngine") -> None:
+        """An engine has begun one more: none of those it computes on probation may have to take turns with another."""
+        max_faults = self._world.settings.max_attempts
+        guests = {
+            job: guest_of(self.states[job], max_faults=max_faults).after(engine.made[job, attempt])
+            for (job, attempt), number in engine.running.items()
+            if number and self.states[job].attempt == attempt
+        }
+        unproven = [job for job, guest in guests.items() if guest.is_unproven]
+        if len(unproven) > 1 and any(guests[job].takes_turns for job in unproven):
+            self.fail(f"COMPANY: {engine.part.name} computes {unproven} beside each other, all on probation")
+        suspects = [job for job, guest in guests.items() if guest.is_suspect]
+        if len(suspects) > 1:
+            self.fail(
+                f"COMPANY: {engine.part.name} computes {suspects} beside each other, all one fault from their end"
+            )
 
     def declare_gone(self, worker: str, epoch: str) -> None:
         """From now on this registration may be taken for lost."""

@@ -30,6 +30,7 @@ class StubEngine:
         self._hung = asyncio.Event()
         self._hung.set()
         self.running: dict[tuple[str, int], int] = {}
+        self.made: dict[tuple[str, int], int] = {}
         self.failing = 0
         self.busy = 0
         self.is_dead = False
@@ -87,18 +88,23 @@ class StubEngine:
             raise EngineBusyError("no room")
         world.check.engine_began(job, int(attempt), self._part)
         self.running[key] = self.running.get(key, 0) + 1
+        self.made[key] = 0
+        world.check.company_kept(self)
         if sum(self.running.values()) > world.scenario.max_concurrency:
             world.check.fail(f"OVERCOMMIT: {self._part.name} computes {self.running} at once")
         try:
             for number in range(first, first + max_tokens):
                 await asyncio.sleep(min(world.expovariate(world.scenario.token_s), 3.0))
                 await self._hung.wait()
+                if job == f"j{world.scenario.poison}":
+                    world.engine_dies(self)
                 if self.is_dead:
                     raise EngineError("the engine died")
                 if self.failing and world.is_faulty:
                     self.failing -= 1
                     world.check.engine_faults.add((self._part.name, job))
                     raise EngineError("scripted")
+                self.made[key] += 1
                 yield EngineChunk(choices=(ChoiceDelta(text=token(job, number), num_tokens=1),))
             usage = Usage(prompt_tokens=3, completion_tokens=max_tokens, total_tokens=3 + max_tokens)
             yield EngineChunk(choices=(ChoiceDelta(finish_reason="length"),), usage=usage)

@@ -42,6 +42,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     max_concurrency: int = 2
     queue_limit: int = 100
     has_notices: bool = False
+    poison: int | None = None
+    """A job that every engine dies of, in its prefill."""
     stutters: float = 0.0
     """Short hangs of random processes, per second."""
 

@@ -4,13 +4,14 @@
 a rule is shrunk and printed; its `Scenario(...)` replays it exactly.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from unittest.mock import patch
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from headrace.discipline.company import Asking, Guest
 from headrace.worker.claim import Action as Row
 from headrace.worker.claim import Decision, Situation, decide
 from tests.simulation.broker import Faults
@@ -93,6 +94,14 @@ MISDELIVERED = Scenario(
     num_tokens=12,
     token_s=0.2,
 )
+POISONED = Scenario(
+    actions=(*(Action("submit", 0.05, job, 0.9) for job in range(3)), Action("submit", 1.5, 3, 0.9)),
+    poison=3,
+    num_workers=1,
+    num_tokens=20,
+    token_s=0.1,
+    max_concurrency=4,
+)
 FAILING = Scenario(
     actions=(Action("submit", 0.1, 0, 0.5), *(Action("fail", 0.05, 10, after_lines=2) for _ in range(4))),
     num_tokens=12,
@@ -148,6 +157,16 @@ def test_what_does_not_start_in_time_is_handed_over_once() -> None:
     assert num_handed_over >= 24
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_poison_job_takes_nobody_to_a_third_start(num_workers: int) -> None:
+    for seed in range(_NUM_SEEDS):
+        world = require_no_problem(msgspec.structs.replace(POISONED, seed=seed, num_workers=num_workers))
+        starts = {job: sum(event.kind == "started" for event in log) for job, log in world.check.logs.items()}
+        assert starts.pop("j3") == 3
+        assert world.check.dead_letters == {"j3"}
+        assert max(starts.values()) <= 2, (seed, starts)
+
+
 def _steals(situation: Situation) -> Decision:
     owner = situation.state.owner
     if owner is not None and not owner.is_same(situation.me):
@@ -184,6 +203,14 @@ def test_a_broken_rule_is_noticed(mutant: Callable[[Situation], Decision], scena
     """The simulation has teeth: with one row of the tables wrong, it finds what that breaks."""
     with patch("headrace.worker.handling.decide", mutant), pytest.raises(Violation, match=problem):
         _play_seeds(scenario, _NUM_TO_CATCH)
+
+
+def test_a_gate_that_lets_everybody_in_is_noticed() -> None:
+    def all_of_them(inside: Iterable[Guest], asking: Sequence[Asking]) -> list[int]:
+        return list(range(len(asking)))
+
+    with patch("headrace.worker.gate.admissible", all_of_them), pytest.raises(Violation, match="COMPANY"):
+        _play_seeds(POISONED, _NUM_TO_CATCH)
 
 
 def _play_seeds(scenario: Scenario, number: int) -> None:

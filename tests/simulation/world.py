@@ -377,13 +377,17 @@ class World:
             case "busy" if engine is not None:
                 engine.busy += 1
             case "die" if engine is not None:
-                self.broker.note(f"=== engine of {engine.part.name} dies")
-                self.engine_trouble.add(engine.part.name)
-                engine.die()
+                self.engine_dies(engine)
             case "stall" if engine is not None:
                 self.broker.note(f"=== engine of {engine.part.name} hangs")
                 self.engine_trouble.add(engine.part.name)
                 engine.hang()
+
+    def engine_dies(self, engine: StubEngine) -> None:
+        """It fails all it runs, until it is started again."""
+        self.broker.note(f"=== engine of {engine.part.name} dies")
+        self.engine_trouble.add(engine.part.name)
+        engine.die()
 
     def _excuse_stall(self, part: Part, pause_s: float) -> None:
         # A worker's watchdog takes its own long pause for its engine's.

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.schemas import states
-from headrace.schemas.events import EVENT_KINDS, Event, EventKind, Owner
-from headrace.schemas.states import TERMINAL, TRANSITIONS, JobState, State, fold, next_state
+from headrace.schemas.events import EVENT_KINDS, Event, EventKind, Owner, requeued
+from headrace.schemas.states import TERMINAL, TRANSITIONS, JobState, Loss, State, fold, next_state
 
 STATES: tuple[State, ...] = get_args(State)
 ENDS = {"done", "failed", "cancelled", "expired"}
@@ -183,6 +183,53 @@ def test_faults_are_distinct_losses() -> None:
     told = fold(event("requeued", attempt=number, lost=name) for number, name in enumerate(lost, start=2))
     assert told.faults == {"w/e/0", "w/e/1", "w/e2/0", "v/e/0"}
     assert told.attempt == 7
+
+
+def lost(attempt: int, *, offset: int = 0, by: Owner | None = None, num_made: int = 0) -> Event:
+    """A `requeued` that counts `owner()` as lost, or its engine, where it says so itself."""
+    return requeued("j", attempt=attempt, offset=offset, reason="r", lost=owner(), by=by, num_made=num_made)
+
+
+def drained(attempt: int, *, offset: int = 0, num_made: int = 0) -> Event:
+    return requeued("j", attempt=attempt, offset=offset, reason="drained", lost=None, num_made=num_made)
+
+
+@pytest.mark.parametrize(
+    ("log", "loss"),
+    [
+        ([RUN], None),
+        ([RUN, drained(2)], None),
+        ([RUN, lost(2)], Loss(num_tokens=0, was_engine=False)),
+        ([RUN, lost(2, by=owner("monitor"))], Loss(num_tokens=0, was_engine=False)),
+        ([RUN, lost(2, by=owner(epoch="e2"))], Loss(num_tokens=0, was_engine=False)),
+        ([RUN, lost(2, by=owner())], Loss(num_tokens=0, was_engine=True)),
+        ([RUN, event("delta", count=3), lost(2, offset=3)], Loss(num_tokens=3, was_engine=False)),
+        ([RUN, lost(2, by=owner(), num_made=4)], Loss(num_tokens=4, was_engine=True)),
+        # The last attempt counts, and only its own tokens.
+        (
+            [RUN, event("delta", count=3), lost(2, offset=3), event("started", attempt=2, offset=3), lost(3, offset=3)],
+            Loss(num_tokens=0, was_engine=False),
+        ),
+        # One that was handed back without a fault is judged by the better of the two.
+        ([RUN, lost(2), event("started", attempt=2), drained(3)], Loss(num_tokens=0, was_engine=False)),
+        (
+            [RUN, lost(2), event("started", attempt=2), event("delta", attempt=2, count=5), drained(3, offset=5)],
+            Loss(num_tokens=5, was_engine=False),
+        ),
+        (
+            [
+                RUN,
+                event("delta", count=5),
+                lost(2, offset=5),
+                event("started", attempt=2, offset=5),
+                drained(3, offset=5),
+            ],
+            Loss(num_tokens=5, was_engine=False),
+        ),
+    ],
+)
+def test_what_the_last_attempt_that_was_lost_had_made(log: list[Event], loss: Loss | None) -> None:
+    assert fold(log).last_loss == loss
 
 
 def test_what_costs_no_fault() -> None:
