@@ -17,9 +17,11 @@ import headrace.client
 from headrace.bus.server import BrokerInfo
 from headrace.cli.http import answers, free_port
 from headrace.client import Client
+from headrace.errors import RequestError
 from headrace.gateway import lifecycle, limits
 from headrace.lifecycle import ChildProcess
 from headrace.settings import Settings
+from headrace.worker.engines.sim import SimEngine
 from tests.deployment import deployment, sim, until
 from tests.faults.broker import RestartableBroker
 from tests.faults.checking import sim_answer
@@ -223,9 +225,16 @@ async def test_a_broker_that_is_away_for_a_while_is_waited_for(
     assert ("[DONE]" in text) if is_streaming else (sim_answer("wait", NUM_TOKENS) in text)
 
 
-async def post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[int, str]:
-    async with session.post(f"{url}/v1/completions", json=body) as response:
+async def post(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> tuple[int, str]:
+    async with session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
         return response.status, await response.text()
+
+
+async def _is_idle(engine: SimEngine) -> bool:
+    """Whether all that started was aborted; a job that is cancelled before its worker has it never starts."""
+    return engine.num_running == 0 and engine.num_started == engine.num_aborted
 
 
 async def test_a_client_that_leaves_before_its_job_is_accepted_ends_it(
@@ -237,12 +246,16 @@ async def test_a_client_that_leaves_before_its_job_is_accepted_ends_it(
         await running.worker(engine)
         gateway = await running.gateway()
         body = {**request("early"), "max_tokens": 2000}
-        leaving = asyncio.create_task(post(session, gateway.url, body))
+        leaving = asyncio.create_task(post(session, gateway.url, body, {"X-Headrace-Id": "early"}))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(leaving, 0.5)
         await running.router()
 
-        async def has_ended() -> bool:
-            return engine.num_running == 0 and engine.num_started == engine.num_aborted == 1
+        async def is_cancelled() -> bool:
+            try:
+                return (await running.client.status("early")).state == "cancelled"
+            except RequestError:  # no router has taken it in yet
+                return False
 
-        await until(has_ended)
+        await until(is_cancelled)
+        await until(lambda: _is_idle(engine))

@@ -185,6 +185,7 @@ async def test_memory_that_does_not_come_back_is_told_once(caplog: pytest.LogCap
             if "keeps_memory" in record.getMessage():
                 is_told.set()
 
+    caplog.set_level(logging.WARNING, logger="headrace.worker.capacity")  # others may have configured it away
     logger, handler = logging.getLogger("headrace.worker.capacity"), Telling()
     logger.addHandler(handler)
     following = asyncio.create_task(capacity.follow(is_up=lambda: True, changed=lambda: None))
