@@ -101,13 +101,11 @@ def num_fetchable(
     """How many requests may be fetched at once, `limit` at most: all would start beside each other, if none needs more
     than `need_tokens`. One may be fetched wherever `fetchable_tokens` lets it, whatever it needs.
     """
-    number = 0
-    while number < limit:
-        free_tokens = fetchable_tokens(room, waiters, ageing_s=ageing_s, max_waiters=max_waiters)
-        if not free_tokens or (number and free_tokens < need_tokens):
-            break
-        number += 1
-        room = room.with_one_more(need_tokens)
+    if not fetchable_tokens(room, waiters, ageing_s=ageing_s, max_waiters=max_waiters):
+        return 0
+    number, left = 1, _plan(room, waiters, ageing_s).room.with_one_more(need_tokens)
+    while number < limit and left.fits(need_tokens):
+        number, left = number + 1, left.with_one_more(need_tokens)
     return number
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace.discipline.room import UNLIMITED_TOKENS, Room, Waiter, fetchable_tokens, num_fetchable, startable
@@ -256,6 +256,7 @@ def test_what_starts_now_is_not_counted_as_held() -> None:
 
 
 @given(rooms, waiters_of, st.integers(0, 400), st.integers(1, 16))
+@example(Room(capacity_tokens=104, max_concurrency=2), [Waiter(need_tokens=53)], 52, 2)
 def test_what_is_fetched_together_starts_together(
     room: Room, waiters: list[Waiter], need_tokens: int, limit: int
 ) -> None:
