@@ -35,6 +35,8 @@ class Faults(msgspec.Struct):
     lost_request: float = 0.0
     lost_answer: float = 0.0
     lost_publish: float = 0.0
+    lost_hint: float = 0.0
+    """Wakes and nudges of workers, which the broker stores nowhere."""
     stale_log: float = 0.0
     stale_beats: float = 0.0
     outage: str = ""
@@ -43,7 +45,8 @@ class Faults(msgspec.Struct):
     def end(self) -> None:
         """Behave from now on."""
         self.delay_s = 0.001
-        self.lost_request = self.lost_answer = self.lost_publish = self.stale_log = self.stale_beats = 0.0
+        self.lost_request = self.lost_answer = self.lost_publish = self.lost_hint = 0.0
+        self.stale_log = self.stale_beats = 0.0
         self.outage = ""
 
 
@@ -110,6 +113,8 @@ class Link:
         self.name, self.context = name, context
         self.is_closed = False
         self.up_at = self.down_at = 0.0
+        self.deaf_until = 0.0
+        """Until when it waits for an answer that was lost."""
         self.in_flight: list[Any] = []
 
 
@@ -129,6 +134,7 @@ class ModelBroker:
         self.on_remove: Callable[[Stream, Stored, str], None] = lambda *_: None
         self.trace: list[str] = []
         self._awaited: tuple[int, asyncio.Future[None]] | None = None
+        self.request_timeout_s = 1.0
 
     # the network
 
@@ -201,6 +207,8 @@ class ModelBroker:
             is_request = subject.startswith("$JS.API.") or bool(reply)
             if self._happens(self.faults.lost_request if is_request else self.faults.lost_publish):
                 self.note(f"LOST {_short(subject)} of {sender.name}")
+                if is_request:
+                    sender.deaf_until = self.loop.time() + self.request_timeout_s
                 return
         if subject.startswith("$JS.API."):
             self._later("" if "DIRECT" in subject else subject, lambda: self._api(subject[8:], reply, data))
@@ -216,6 +224,9 @@ class ModelBroker:
             self._answer(reply, b"", {"Status": "503"})
 
     def _deliver(self, subject: str, reply: str, data: bytes, headers: Headers | None) -> bool:
+        if (".wake." in subject or ".ctl." in subject) and self._happens(self.faults.lost_hint):
+            self.note(f"LOST the hint {subject}")
+            return True
         matching = [sub for sub in self._subscriptions if _matches(sub.subject, subject)]
         groups: dict[str, list[_Subscription]] = {}
         for sub in matching:
@@ -234,8 +245,15 @@ class ModelBroker:
                 self._carry(sub.link, sub.deliver, subject or reply, "", data, headers)
 
     def _json(self, reply: str, body: object) -> None:
-        if reply and not self._happens(self.faults.lost_answer):
+        if reply and self._happens(self.faults.lost_answer):
+            self._lose(reply)
+        elif reply:
             self._answer(reply, msgspec.json.encode(body))
+
+    def _lose(self, reply: str) -> None:
+        for sub in self._subscriptions:
+            if _matches(sub.subject, reply):
+                sub.link.deaf_until = self.loop.time() + self.request_timeout_s
 
     def _later(self, key: str, act: Callable[[], None]) -> None:
         # The server works through each stream in order; reads go beside that.
@@ -262,6 +280,7 @@ class ModelBroker:
         result = self._try_store(stream, subject, data, headers, sender)
         if reply and self._happens(self.faults.lost_answer):
             self.note(f"LOST the answer to {_short(subject)} of {sender.name}")
+            self._lose(reply)
         elif reply:
             self._answer(reply, msgspec.json.encode(result))
 
@@ -443,6 +462,7 @@ class ModelBroker:
             return
         if self._happens(self.faults.lost_answer):
             self.note(f"LOST the answer to a read of {name}")
+            self._lose(reply)
             return
         cut, is_stale = self._view(stream)
         if subject:
@@ -507,6 +527,7 @@ class ModelBroker:
         )
         if self._happens(self.faults.lost_answer):
             self.note("  but it is LOST")
+            self._lose(reply)
             return
         for sub in receivers:
             self._carry(sub.link, sub.deliver, message.subject, subject, message.data, dict(message.headers))

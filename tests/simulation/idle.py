@@ -1,0 +1,163 @@
+"""How long each request waits beside a worker that could run it, as `docs/discipline.md` defines the two.
+
+Everything is read off the ledgers, lists and processes themselves, not off what they say of themselves.
+"""
+
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+
+from headrace.schemas import subjects
+from headrace.schemas.subjects import DEFAULT_POOL, Names, QueueName
+from headrace.worker.held import Held
+from tests.simulation.broker import Stored
+from tests.simulation.schedule import MODEL
+
+if TYPE_CHECKING:
+    from tests.simulation.world import Part, World
+
+__all__ = ["IdleWatch"]
+
+_MAX_WAITERS: Final = 4
+
+Standing = Literal["waits", "is held", "is moving", "runs", "rests", "is lost"]
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """Where a job is. `holder` is the live worker that lists it.
+
+    waits: the broker would give it to whoever asks. is held: fetched by a worker where it does not fit. is moving: on
+    its way to a worker, or just taken in by one. runs: it has its place in the memory of one that lives. rests: kept
+    back for a while after a fault, or listed by a worker that hangs. is lost: in flight, and nobody lists it.
+    """
+
+    standing: Standing
+    holder: "Part | None" = None
+
+
+class IdleWatch:
+    """Adds up each job's time, and says so where it becomes too long.
+
+    Time in which a job is moving counts for nothing and ends nothing, so one that is handed to and fro is seen.
+    """
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self._limit_s = world.scenario.max_idle_s
+        self._idle_s: dict[str, float] = {}
+        self._lost_s: dict[str, float] = {}
+        self._last_seen: dict[str, str] = {}
+        self.longest_idle_s = 0.0
+        self.longest_lost_s = 0.0
+
+    def look(self, since: float, until: float) -> None:
+        """Things are as they are now from one moment to the other."""
+        world = self._world
+        self._check_ledgers()
+        queue = world.broker.streams.get(Names().jobs_stream(MODEL))
+        if queue is None:
+            return
+        if world.faults.outage:
+            self._idle_s.clear()
+            self._lost_s.clear()
+            return
+        listed = {
+            held.delivery.sequence: (part, held)
+            for part in self._workers()
+            if part.worker is not None
+            for held in part.worker._held
+        }
+        waiting = self._waiting_pools()
+        for message in list(queue.live.values()):
+            job = message.headers[subjects.HDR_JOB]
+            state = world.check.states.get(job)
+            if state is not None and state.is_terminal:
+                continue
+            place = self._place(message, *listed.get(message.seq, (None, None)))
+            self._count(job, message, place, waiting, until - since)
+
+    def _count(self, job: str, message: Stored, place: _Place, waiting: set[str], for_s: float) -> None:
+        if place.standing == "is lost":
+            self._lost_s[job] = self._lost_s.get(job, 0.0) + for_s
+            self.longest_lost_s = max(self.longest_lost_s, self._lost_s[job])
+            return
+        self._lost_s.pop(job, None)
+        if place.standing == "is moving":
+            return
+        queue = QueueName.from_subject(message.subject)
+        able = [] if place.standing in ("runs", "rests") or queue is None else self._able(job, queue, place, waiting)
+        if not able:
+            self._idle_s.pop(job, None)
+            return
+        before = self._idle_s.get(job, 0.0)
+        total = self._idle_s[job] = before + for_s
+        self.longest_idle_s = max(self.longest_idle_s, total)
+        if self._limit_s is not None and before <= self._limit_s < total:
+            where = f" by {place.holder.name}" if place.holder is not None else ""
+            names = ", ".join(part.name for part in able)
+            self._world.check.fail(f"IDLE: {job} {place.standing}{where} for {total:.3f} s beside {names}")
+
+    def _workers(self) -> "list[Part]":
+        return [part for part in self._world.parts if part.kind == "worker" and part.model == MODEL and part.is_up]
+
+    def _place(self, message: Stored, part: "Part | None", held: Held | None) -> _Place:
+        if part is None or held is None or part.worker is None:
+            return _Place("is lost" if self._is_in_flight(message) else "waits")
+        if self._is_out(part):
+            return _Place("rests")
+        if held in part.worker._ledger or held.execution is not None:
+            return _Place("runs", part)
+        need = self._world.scenario.need_tokens(held.job)
+        if held.is_waiting or (part.kv_tokens is not None and need > part.kv_tokens):
+            return _Place("is held", part)
+        return _Place("rests" if held.is_backing_off else "is moving", part)
+
+    def _is_in_flight(self, message: Stored) -> bool:
+        queue = self._world.broker.streams[Names().jobs_stream(MODEL)]
+        return any(
+            message.seq in consumer.pending and message.seq not in consumer.redeliver
+            for consumer in queue.consumers.values()
+        )
+
+    def _is_out(self, part: "Part") -> bool:
+        return part.process.is_hung or part.process.paused_until > self._world.now()
+
+    def _waiting_pools(self) -> set[str]:
+        """Pools in whose queues something may be fetched."""
+        queue = self._world.broker.streams[Names().jobs_stream(MODEL)]
+        names = (QueueName.from_subject(m.subject) for m in queue.live.values() if not self._is_in_flight(m))
+        return {name.pool for name in names if name is not None}
+
+    def _able(self, job: str, queue: QueueName, place: _Place, waiting: set[str]) -> "list[Part]":
+        return [
+            part
+            for part in self._workers()
+            if part is not place.holder and self._could_run(part, job, queue, waiting)
+        ]
+
+    def _could_run(self, part: "Part", job: str, queue: QueueName, waiting: set[str]) -> bool:
+        world, worker = self._world, part.worker
+        if worker is None or part.engine is None or part.engine.is_dead or self._is_out(part):
+            return False
+        if part.link.deaf_until > world.now() or not worker._heart.is_fresh or worker._state not in ("Ready", "Busy"):
+            return False
+        if part.pool != queue.pool and (queue.pool != DEFAULT_POOL or part.pool in waiting):
+            return False
+        waiters = worker._gate.waiters
+        is_kept = any(each.is_interrupted or each.waited_s >= world.settings.ageing_s for each in waiters)
+        if is_kept or len(waiters) >= _MAX_WAITERS:
+            return False
+        coming = [
+            held for held in worker._held if not (held.is_waiting or held.is_backing_off or held in worker._ledger)
+        ]
+        scenario = world.scenario
+        used = worker._ledger.reserved_tokens + sum(scenario.need_tokens(held.job) for held in coming)
+        has_slot = worker._ledger.num_running + len(coming) < scenario.max_concurrency
+        return has_slot and (part.kv_tokens is None or used + scenario.need_tokens(job) <= part.kv_tokens)
+
+    def _check_ledgers(self) -> None:
+        for part in self._workers():
+            if part.worker is not None and part.kv_tokens is not None:
+                reserved = part.worker._ledger.reserved_tokens
+                if reserved > part.kv_tokens:
+                    self._world.check.fail(f"OVERCOMMIT: {part.name} promised {reserved} of {part.kv_tokens} tokens")
