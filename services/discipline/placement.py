@@ -12,9 +12,11 @@ from headrace.schemas.workers import Heartbeat, WorkerState
 __all__ = ["MAX_HAND_BACKS", "MAX_HAND_BACKS_TO_IDLE", "Placement", "WorkerView", "patience_s", "place", "view_of"]
 
 MAX_HAND_BACKS: Final = 3
-"""Deliveries after which a request is given at once only to a worker that does nothing at all."""
+"""Deliveries after which a request is given at once only to a worker that does nothing at all; to others after a rest."""
 MAX_HAND_BACKS_TO_IDLE: Final = 8
-"""Deliveries after which one that fits here, in time, is held a while before it is given to an idle worker."""
+"""Deliveries after which one that fits here, in time, rests before it is given to an idle worker too."""
+_REST_S: Final = 0.1
+"""How long one that went to and fro is held before it goes on: ten hand-backs a second at most."""
 _FIRST_PATIENCE_S: Final = 0.25
 _MAX_PATIENCE_S: Final = 2.0
 
@@ -87,21 +89,22 @@ def place(
     first, and `held_s` how long it has been here this time.
 
     It goes to the worker with most room of those that would start it now: at once up to `MAX_HAND_BACKS` deliveries,
-    then to an idle one only, and after `MAX_HAND_BACKS_TO_IDLE` it is first held for 0.25 s. So it cannot spin, even
-    by heartbeats that are out of date. One that can never run here goes on being handed back, to one that could run it
-    in time if need be, but then only after a while (`patience_s`).
+    then at once to an idle one only, and after `MAX_HAND_BACKS_TO_IDLE` to none; but to any of them once it was held
+    for 0.1 s. So it cannot spin, even by heartbeats that are out of date, and waits beside no worker with room. One
+    that can never run here is never sent to an idle worker sooner than to another, and where nobody would start it, it
+    goes to one that could run it in time, after a while (`patience_s`).
     """
     able = [other for other in others if other.could_ever_run(need_tokens)]
     ready = [other for other in able if other.would_start(need_tokens)]
     is_quick = num_delivered <= MAX_HAND_BACKS
-    if room.could_ever_fit(need_tokens):
-        if not is_quick:
-            ready = [other for other in ready if other.is_idle]
-        goes = ready if num_delivered <= MAX_HAND_BACKS_TO_IDLE or held_s >= _FIRST_PATIENCE_S else []
-    elif not able:
+    if not able and not room.could_ever_fit(need_tokens):
         return Placement.NEVER, None
+    if ready and (is_quick or held_s >= _REST_S):
+        goes = ready
+    elif room.could_ever_fit(need_tokens):
+        goes = [other for other in ready if other.is_idle] if num_delivered <= MAX_HAND_BACKS_TO_IDLE else []
     elif ready:
-        goes = ready if is_quick or held_s >= _FIRST_PATIENCE_S else []
+        goes = []
     else:
         goes = able if held_s >= patience_s(num_delivered) else []
     return (Placement.HAND_BACK, _roomiest(goes).worker) if goes else (Placement.HOLD, None)

@@ -20,9 +20,9 @@ from headrace.worker.settling import Settler
 
 __all__ = ["Entrance", "Entry"]
 
-_LOOK_AROUND_S: Final = 0.15
+_LOOK_AROUND_S: Final = 0.1
 """How often one that does not fit here looks for a worker where it would start."""
-_LOOK_AROUNDS: Final = 6
+_LOOK_AROUNDS: Final = 9
 """Looks around after which its log is read again: it may have been cancelled, or its time be up."""
 _LENT_RETRY_S: Final = 2.0
 _MAY_RETURN_S: Final = 5.0

@@ -127,6 +127,7 @@ class Worker:
             beat_settled=self._heart.settled,
             room_changed=self._room_changed,
             refund=self._refund,
+            leave_to_another=self._leave_to_another,
             job_ended=self._job_ended,
         )
         self._puller = Puller(
@@ -295,6 +296,9 @@ class Worker:
 
     def _refund(self, queue: QueueName, tokens: int) -> None:
         self._puller.refund(queue, tokens)
+
+    def _leave_to_another(self, queue: QueueName) -> None:
+        self._puller.leave_to_another(queue)
 
     def _room_changed(self) -> None:
         if self._is_up():

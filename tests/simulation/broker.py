@@ -113,8 +113,8 @@ class Link:
         self.name, self.context = name, context
         self.is_closed = False
         self.up_at = self.down_at = 0.0
-        self.deaf_until = 0.0
-        """Until when it waits for an answer that was lost."""
+        self.deaf_until: dict[str, float] = {}
+        """Until when it waits for answers that were lost, by the stream that was asked."""
         self.in_flight: list[Any] = []
 
 
@@ -135,6 +135,7 @@ class ModelBroker:
         self.trace: list[str] = []
         self._awaited: tuple[int, asyncio.Future[None]] | None = None
         self.request_timeout_s = 1.0
+        self._asked: dict[str, str] = {}
 
     # the network
 
@@ -203,13 +204,14 @@ class ModelBroker:
             if self.faults.outage == "unserved" and reply:
                 self._answer(reply, b"", {"Status": "503"})
             if self.faults.outage:
+                self._lose(subject, reply, sender)
                 return
             is_request = subject.startswith("$JS.API.") or bool(reply)
             if self._happens(self.faults.lost_request if is_request else self.faults.lost_publish):
                 self.note(f"LOST {_short(subject)} of {sender.name}")
-                if is_request:
-                    sender.deaf_until = self.loop.time() + self.request_timeout_s
+                self._lose(subject, reply, sender)
                 return
+            self._asked[reply] = subject
         if subject.startswith("$JS.API."):
             self._later("" if "DIRECT" in subject else subject, lambda: self._api(subject[8:], reply, data))
             return
@@ -246,14 +248,19 @@ class ModelBroker:
 
     def _json(self, reply: str, body: object) -> None:
         if reply and self._happens(self.faults.lost_answer):
-            self._lose(reply)
+            self._lose_answer(reply)
         elif reply:
             self._answer(reply, msgspec.json.encode(body))
 
-    def _lose(self, reply: str) -> None:
+    def _lose_answer(self, reply: str) -> None:
         for sub in self._subscriptions:
             if _matches(sub.subject, reply):
-                sub.link.deaf_until = self.loop.time() + self.request_timeout_s
+                self._lose(self._asked.get(reply, ""), reply, sub.link)
+
+    def _lose(self, subject: str, reply: str, link: Link) -> None:
+        stream = next((name for name in self.streams if name in subject), None)
+        if reply and stream is not None:
+            link.deaf_until[stream] = self.loop.time() + self.request_timeout_s
 
     def _later(self, key: str, act: Callable[[], None]) -> None:
         # The server works through each stream in order; reads go beside that.
@@ -280,7 +287,7 @@ class ModelBroker:
         result = self._try_store(stream, subject, data, headers, sender)
         if reply and self._happens(self.faults.lost_answer):
             self.note(f"LOST the answer to {_short(subject)} of {sender.name}")
-            self._lose(reply)
+            self._lose_answer(reply)
         elif reply:
             self._answer(reply, msgspec.json.encode(result))
 
@@ -397,7 +404,8 @@ class ModelBroker:
     def _stream_api(self, words: list[str], stream: Stream, reply: str, payload: dict[str, Any]) -> None:
         if words[0] == "INFO":
             counts = {subject: len(each) for subject, each in stream.by_subject.items() if each}
-            state = {"messages": len(stream.live), "subjects": counts if "subjects_filter" in payload else None}
+            named = {"subjects": counts} if "subjects_filter" in payload else {}
+            state = {"messages": len(stream.live), "last_seq": stream.last_seq, **named}
             answer = {"config": stream.config, "created": stream.created, "state": state}
             self._json(reply, {**answer, "ts": self._stamp(self.loop.time())})
         elif words[0] == "PURGE":
@@ -462,7 +470,7 @@ class ModelBroker:
             return
         if self._happens(self.faults.lost_answer):
             self.note(f"LOST the answer to a read of {name}")
-            self._lose(reply)
+            self._lose_answer(reply)
             return
         cut, is_stale = self._view(stream)
         if subject:
@@ -527,7 +535,7 @@ class ModelBroker:
         )
         if self._happens(self.faults.lost_answer):
             self.note("  but it is LOST")
-            self._lose(reply)
+            self._lose_answer(reply)
             return
         for sub in receivers:
             self._carry(sub.link, sub.deliver, message.subject, subject, message.data, dict(message.headers))

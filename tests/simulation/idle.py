@@ -55,7 +55,7 @@ class IdleWatch:
         world = self._world
         self._check_ledgers()
         queue = world.broker.streams.get(Names().jobs_stream(MODEL))
-        if queue is None:
+        if queue is None or world.is_over:
             return
         if world.faults.outage:
             self._idle_s.clear()
@@ -85,7 +85,10 @@ class IdleWatch:
         if place.standing == "is moving":
             return
         queue = QueueName.from_subject(message.subject)
-        able = [] if place.standing in ("runs", "rests") or queue is None else self._able(job, queue, place, waiting)
+        is_blind = place.holder is not None and self._is_deaf(place.holder, f"KV_{Names().workers_bucket}")
+        able = self._able(job, queue, place, waiting) if queue is not None and not is_blind else []
+        if place.standing in ("runs", "rests"):
+            able = []
         if not able:
             self._idle_s.pop(job, None)
             return
@@ -122,6 +125,9 @@ class IdleWatch:
     def _is_out(self, part: "Part") -> bool:
         return part.process.is_hung or part.process.paused_until > self._world.now()
 
+    def _is_deaf(self, part: "Part", stream: str) -> bool:
+        return part.link.deaf_until.get(stream, 0.0) > self._world.now()
+
     def _waiting_pools(self) -> set[str]:
         """Pools in whose queues something may be fetched."""
         queue = self._world.broker.streams[Names().jobs_stream(MODEL)]
@@ -139,7 +145,9 @@ class IdleWatch:
         world, worker = self._world, part.worker
         if worker is None or part.engine is None or part.engine.is_dead or self._is_out(part):
             return False
-        if part.link.deaf_until > world.now() or not worker._heart.is_fresh or worker._state not in ("Ready", "Busy"):
+        if self._is_deaf(part, Names().jobs_stream(MODEL)) or not worker._heart.is_fresh:
+            return False
+        if worker._state not in ("Ready", "Busy"):
             return False
         if part.pool != queue.pool and (queue.pool != DEFAULT_POOL or part.pool in waiting):
             return False

@@ -304,7 +304,7 @@ class World:
             await self.broker.until_noted(action.after_lines, within_s=_PATIENCE_S)
             await asyncio.sleep(action.after_s)
             await self._act(action)
-        await asyncio.sleep(self.uniform(0, 3))
+        await asyncio.sleep(self.uniform(0, 3) + (0 if scenario.max_idle_s is None else 1))
         stuttering.cancel()
         await self._peace()
 
