@@ -132,6 +132,7 @@ class Puller:
 
     async def run(self) -> None:
         """Fetch until stopped. Raises BrokerUnsuitableError where it never could."""
+        self._look.set()
         try:
             while not self._is_stopped:
                 await self._told_to_look()
@@ -144,6 +145,7 @@ class Puller:
                 except BrokerError as error:
                     log.warning("cannot fetch: %s", error)
                     await asyncio.sleep(_AFTER_ERROR_S)
+                    self._look.set()
         finally:
             await self._leave()
 
@@ -275,9 +277,10 @@ class Puller:
         self._heads = {queue: head for queue, head in self._heads.items() if now - head[0] < _HEAD_FOR_S}
         self._looked_at = {queue: at for queue, at in self._looked_at.items() if queue in self._waiting}
         lower = [queue for queue in waiting if LANES.index(queue.lane) > tops[queue.pool] and queue not in self._heads]
-        for queue in sorted(lower, key=lambda queue: self._looked_at.get(queue, -math.inf))[:_MAX_HEADS]:
-            self._looked_at[queue] = time.monotonic()
-            self._heads[queue] = (now, await self._queue.oldest_waiting_at(queue))
+        longest_ago = sorted(lower, key=lambda queue: self._looked_at.get(queue, -math.inf))[:_MAX_HEADS]
+        self._looked_at |= dict.fromkeys(longest_ago, now)
+        accepted = await asyncio.gather(*(self._queue.oldest_waiting_at(queue) for queue in longest_ago))
+        self._heads |= {queue: (now, at) for queue, at in zip(longest_ago, accepted, strict=True)}
 
     async def _join(self) -> None:
         if self._membership is None:

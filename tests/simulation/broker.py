@@ -136,6 +136,8 @@ class ModelBroker:
         self._awaited: tuple[int, asyncio.Future[None]] | None = None
         self.request_timeout_s = 1.0
         self._asked: dict[str, str] = {}
+        self.hints_lost: dict[str, int] = {}
+        """By the consumer of the queue that they were about."""
 
     # the network
 
@@ -228,6 +230,7 @@ class ModelBroker:
     def _deliver(self, subject: str, reply: str, data: bytes, headers: Headers | None) -> bool:
         if (".wake." in subject or ".ctl." in subject) and self._happens(self.faults.lost_hint):
             self.note(f"LOST the hint {subject}")
+            self._count_lost_hint(subject, data)
             return True
         matching = [sub for sub in self._subscriptions if _matches(sub.subject, subject)]
         groups: dict[str, list[_Subscription]] = {}
@@ -241,6 +244,11 @@ class ModelBroker:
             self._carry(sub.link, sub.deliver, subject, reply, data, headers)
         return bool(matching)
 
+    def _count_lost_hint(self, subject: str, data: bytes) -> None:
+        consumer = msgspec.json.decode(data).get("consumer") if data else "_".join(subject.split(".")[-3:])
+        if consumer is not None:
+            self.hints_lost[consumer] = self.hints_lost.get(consumer, 0) + 1
+
     def _answer(self, reply: str, data: bytes, headers: Headers | None = None, *, subject: str = "") -> None:
         for sub in self._subscriptions:
             if _matches(sub.subject, reply):
@@ -248,6 +256,7 @@ class ModelBroker:
 
     def _json(self, reply: str, body: object) -> None:
         if reply and self._happens(self.faults.lost_answer):
+            self.note(f"LOST the answer to {_short(self._asked.get(reply, ''))}")
             self._lose_answer(reply)
         elif reply:
             self._answer(reply, msgspec.json.encode(body))

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["IdleWatch"]
 
 _MAX_WAITERS: Final = 4
+_LOST_HINT_S: Final = 0.15
+"""What each lost wake of its queue may cost beyond the first, which the looks around make good in time."""
 
 Standing = Literal["waits", "is held", "is moving", "runs", "rests", "is lost"]
 
@@ -46,7 +48,9 @@ class IdleWatch:
         self._limit_s = world.scenario.max_idle_s
         self._idle_s: dict[str, float] = {}
         self._lost_s: dict[str, float] = {}
-        self._last_seen: dict[str, str] = {}
+        self._able_before: dict[str, list[Part]] = {}
+        self._hints_before: dict[str, int] = {}
+        self._said: set[str] = set()
         self.longest_idle_s = 0.0
         self.longest_lost_s = 0.0
 
@@ -85,20 +89,32 @@ class IdleWatch:
         if place.standing == "is moving":
             return
         queue = QueueName.from_subject(message.subject)
-        is_blind = place.holder is not None and self._is_deaf(place.holder, f"KV_{Names().workers_bucket}")
-        able = self._able(job, queue, place, waiting) if queue is not None and not is_blind else []
-        if place.standing in ("runs", "rests"):
-            able = []
-        if not able:
+        able = self._able(job, queue, place, waiting) if queue is not None else []
+        if not able or any(not self._is_well(part) for part in self._able_before.get(job, ())):
             self._idle_s.pop(job, None)
+            self._hints_before[job] = self._num_hints_lost(queue)
+        self._able_before[job] = able
+        if not able:
             return
         before = self._idle_s.get(job, 0.0)
         total = self._idle_s[job] = before + for_s
         self.longest_idle_s = max(self.longest_idle_s, total)
-        if self._limit_s is not None and before <= self._limit_s < total:
+        num_lost = self._num_hints_lost(queue) - self._hints_before.get(job, 0)
+        limit_s = (self._limit_s or 0.0) + _LOST_HINT_S * max(0, num_lost - 1)
+        if before <= limit_s < total and job not in self._said:
+            self._said.add(job)
             where = f" by {place.holder.name}" if place.holder is not None else ""
-            names = ", ".join(part.name for part in able)
-            self._world.check.fail(f"IDLE: {job} {place.standing}{where} for {total:.3f} s beside {names}")
+            beside = ", ".join(self._shown(part) for part in able)
+            need = self._world.scenario.need_tokens(job)
+            self._world.check.fail(f"IDLE: {job} ({need}) {place.standing}{where} for {total:.3f} s beside {beside}")
+
+    def _num_hints_lost(self, queue: QueueName | None) -> int:
+        return self._world.broker.hints_lost.get(queue.consumer if queue is not None else "", 0)
+
+    def _shown(self, part: "Part") -> str:
+        assert part.worker is not None
+        ledger, num_waiting = part.worker._ledger, part.worker._held.num_waiting
+        return f"{part.name} ({ledger.reserved_tokens} of {part.kv_tokens} taken, {num_waiting} held)"
 
     def _workers(self) -> "list[Part]":
         return [part for part in self._world.parts if part.kind == "worker" and part.model == MODEL and part.is_up]
@@ -125,9 +141,6 @@ class IdleWatch:
     def _is_out(self, part: "Part") -> bool:
         return part.process.is_hung or part.process.paused_until > self._world.now()
 
-    def _is_deaf(self, part: "Part", stream: str) -> bool:
-        return part.link.deaf_until.get(stream, 0.0) > self._world.now()
-
     def _waiting_pools(self) -> set[str]:
         """Pools in whose queues something may be fetched."""
         queue = self._world.broker.streams[Names().jobs_stream(MODEL)]
@@ -135,33 +148,45 @@ class IdleWatch:
         return {name.pool for name in names if name is not None}
 
     def _able(self, job: str, queue: QueueName, place: _Place, waiting: set[str]) -> "list[Part]":
+        if place.standing in ("runs", "rests") or (place.holder is not None and not self._sees(place.holder)):
+            return []
         return [
             part
             for part in self._workers()
-            if part is not place.holder and self._could_run(part, job, queue, waiting)
+            if part is not place.holder and self._is_well(part) and self._has_room(part, job, queue, waiting)
         ]
 
-    def _could_run(self, part: "Part", job: str, queue: QueueName, waiting: set[str]) -> bool:
-        world, worker = self._world, part.worker
-        if worker is None or part.engine is None or part.engine.is_dead or self._is_out(part):
+    def _sees(self, holder: "Part") -> bool:
+        """Whether no answer is missing by which a holder would know the job or the other workers."""
+        return not self._is_deaf(holder, Names().log_stream(0), f"KV_{Names().workers_bucket}")
+
+    def _is_well(self, part: "Part") -> bool:
+        """Whether nothing keeps a worker from running something but what runs there already."""
+        worker = part.worker
+        if not part.is_up or worker is None or part.engine is None or part.engine.is_dead or self._is_out(part):
             return False
-        if self._is_deaf(part, Names().jobs_stream(MODEL)) or not worker._heart.is_fresh:
+        if self._is_deaf(part, Names().jobs_stream(MODEL), f"KV_{Names().config_bucket}"):
             return False
-        if worker._state not in ("Ready", "Busy"):
-            return False
+        return worker._heart.is_fresh and worker._state in ("Ready", "Busy")
+
+    def _has_room(self, part: "Part", job: str, queue: QueueName, waiting: set[str]) -> bool:
+        scenario, worker = self._world.scenario, part.worker
+        assert worker is not None
         if part.pool != queue.pool and (queue.pool != DEFAULT_POOL or part.pool in waiting):
             return False
         waiters = worker._gate.waiters
-        is_kept = any(each.is_interrupted or each.waited_s >= world.settings.ageing_s for each in waiters)
-        if is_kept or len(waiters) >= _MAX_WAITERS:
+        ageing_s = self._world.settings.ageing_s
+        if len(waiters) >= _MAX_WAITERS or any(each.is_interrupted or each.waited_s >= ageing_s for each in waiters):
             return False
         coming = [
             held for held in worker._held if not (held.is_waiting or held.is_backing_off or held in worker._ledger)
         ]
-        scenario = world.scenario
         used = worker._ledger.reserved_tokens + sum(scenario.need_tokens(held.job) for held in coming)
         has_slot = worker._ledger.num_running + len(coming) < scenario.max_concurrency
         return has_slot and (part.kv_tokens is None or used + scenario.need_tokens(job) <= part.kv_tokens)
+
+    def _is_deaf(self, part: "Part", *streams: str) -> bool:
+        return any(part.link.deaf_until.get(each, 0.0) > self._world.now() for each in streams)
 
     def _check_ledgers(self) -> None:
         for part in self._workers():
