@@ -39,6 +39,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     room: Room
     num_waiting: int = 0
     state: WorkerState = "Ready"
+    fetchable_tokens: int | None = None
     prefixes: frozenset[str] = frozenset()
 
     @property
@@ -54,7 +55,9 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
         return self.state == "Ready" and self.room.num_running == 0 and self.num_waiting == 0
 
     def would_start(self, need_tokens: int) -> bool:
-        """Whether it starts such a request at once: ready, with room, and nobody held before it."""
+        """Whether it starts such a request at once: by what it says it would, else if ready, with room, holding none."""
+        if self.fetchable_tokens is not None:
+            return need_tokens <= self.fetchable_tokens
         return self.state == "Ready" and self.num_waiting == 0 and self.room.fits(need_tokens)
 
     def could_ever_run(self, need_tokens: int) -> bool:
@@ -75,6 +78,7 @@ def view_of(beat: Heartbeat, *, prefixes: Iterable[str] = ()) -> WorkerView:
         ),
         num_waiting=beat.waiting,
         state=beat.state,
+        fetchable_tokens=beat.fetchable_tokens,
         prefixes=frozenset(prefixes),
     )
 

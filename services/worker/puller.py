@@ -103,6 +103,8 @@ class Puller:
     def leave_to_another(self, queue: QueueName) -> None:
         """A job of the queue is handed to a worker by name: take none there for a moment, or we would get it back."""
         self._left_until[queue] = time.monotonic() + _LEFT_TO_ANOTHER_S
+        if queue in self._waiting:
+            self._waiting[queue] += 1
         asyncio.get_running_loop().call_later(_LEFT_TO_ANOTHER_S, self._look.set)
 
     def stop(self) -> None:

@@ -97,6 +97,7 @@ class Worker:
         self._reason = ""
         self._engine_run = 0
         self._has_warned = False
+        self._told_tokens = 0
         self._host_memory = HostMemory()
         self._ledger = Ledger(capacity_tokens=options.kv_tokens, max_concurrency=options.max_concurrency or 1)
         self._heart = Pulse(
@@ -255,7 +256,11 @@ class Worker:
 
     def _fetchable_tokens(self) -> int:
         """KV tokens that a job fetched now may need to start at once; 0: fetch nothing."""
-        if not self._is_up() or not self._heart.is_fresh or self._held.num_kept_back >= _MAX_KEPT_BACK:
+        return self._startable_tokens() if self._heart.is_fresh else 0
+
+    def _startable_tokens(self) -> int:
+        """The same whether or not our beats come through, for the beat itself."""
+        if not self._is_up() or self._held.num_kept_back >= _MAX_KEPT_BACK:
             return 0
         return fetchable_tokens(
             self._promised_room(), self._gate.waiters, ageing_s=self._settings.ageing_s, max_waiters=_MAX_WAITERS
@@ -303,6 +308,8 @@ class Worker:
     def _room_changed(self) -> None:
         if self._is_up():
             self._set_state("Ready" if self._has_slots() else "Busy")
+        if self._startable_tokens() != self._told_tokens:
+            self._heart.changed()
         self._puller.look()
 
     def _has_slots(self) -> bool:
@@ -338,6 +345,7 @@ class Worker:
         is_started = self._state != "Starting"
         facts = self._engine.facts if is_started else None
         memory = self._host_memory.recent()
+        self._told_tokens = self._startable_tokens()
         return Heartbeat(
             worker=self._options.worker,
             epoch=self._heart.epoch,
@@ -365,6 +373,7 @@ class Worker:
             reason=self._reason,
             prefixes=tuple(self._served),
             held=tuple(held.as_request() for held in self._held),
+            fetchable_tokens=self._told_tokens,
         )
 
     def _effective_concurrency(self) -> int:

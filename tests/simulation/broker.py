@@ -134,7 +134,7 @@ class ModelBroker:
         self.on_remove: Callable[[Stream, Stored, str], None] = lambda *_: None
         self.trace: list[str] = []
         self._awaited: tuple[int, asyncio.Future[None]] | None = None
-        self.request_timeout_s = 1.0
+        self.request_timeout_s, self.beat_timeout_s = 1.0, 0.5
         self._asked: dict[str, str] = {}
         self.hints_lost: dict[str, int] = {}
         """By the consumer of the queue that they were about."""
@@ -269,7 +269,8 @@ class ModelBroker:
     def _lose(self, subject: str, reply: str, link: Link) -> None:
         stream = next((name for name in self.streams if name in subject), None)
         if reply and stream is not None:
-            link.deaf_until[stream] = self.loop.time() + self.request_timeout_s
+            timeout_s = self.beat_timeout_s if link.name.endswith(".heart") else self.request_timeout_s
+            link.deaf_until[stream] = self.loop.time() + timeout_s
 
     def _later(self, key: str, act: Callable[[], None]) -> None:
         # The server works through each stream in order; reads go beside that.

@@ -153,12 +153,21 @@ class IdleWatch:
         return [
             part
             for part in self._workers()
-            if part is not place.holder and self._is_well(part) and self._has_room(part, job, queue, waiting)
+            if part is not place.holder
+            and self._is_well(part)
+            and self._has_room(part, job, queue, waiting)
+            and (place.holder is None or self._is_seen(part))
         ]
 
     def _sees(self, holder: "Part") -> bool:
         """Whether no answer is missing by which a holder would know the job or the other workers."""
         return not self._is_deaf(holder, Names().log_stream(0), f"KV_{Names().workers_bucket}")
+
+    def _is_seen(self, part: "Part") -> bool:
+        """Whether no beat of a worker is under way in vain, which hides its room from those who hold something."""
+        return not any(
+            link.deaf_until.get(f"KV_{Names().workers_bucket}", 0.0) > self._world.now() for _, link, _ in part.threads
+        )
 
     def _is_well(self, part: "Part") -> bool:
         """Whether nothing keeps a worker from running something but what runs there already."""
