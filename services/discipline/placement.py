@@ -92,7 +92,7 @@ def place(
     each look around. `others` are the other live workers of the pool, `num_delivered` is the broker's count, 1 at the
     first, and `held_s` how long it has been here this time.
 
-    It goes to the worker with most room of those that would start it now: at once up to `MAX_HAND_BACKS` deliveries,
+    It goes to the worker with most room of those that would start it now, then to the next: at once up to `MAX_HAND_BACKS` deliveries,
     then at once to an idle one only, and after `MAX_HAND_BACKS_TO_IDLE` to none; but to any of them once it was held
     for 0.1 s. So it cannot spin, even by heartbeats that are out of date, and waits beside no worker with room. One
     that can never run here is never sent to an idle worker sooner than to another, and where nobody would start it, it
@@ -111,7 +111,7 @@ def place(
         goes = []
     else:
         goes = able if held_s >= patience_s(num_delivered) else []
-    return (Placement.HAND_BACK, _roomiest(goes).worker) if goes else (Placement.HOLD, None)
+    return (Placement.HAND_BACK, _next(goes, num_delivered).worker) if goes else (Placement.HOLD, None)
 
 
 def patience_s(num_delivered: int) -> float:
@@ -119,5 +119,7 @@ def patience_s(num_delivered: int) -> float:
     return min(_MAX_PATIENCE_S, _FIRST_PATIENCE_S * 2.0 ** min(16, max(0, num_delivered - 1)))
 
 
-def _roomiest(workers: Sequence[WorkerView]) -> WorkerView:
-    return min(workers, key=lambda each: (each.load_ratio, each.worker))
+def _next(workers: Sequence[WorkerView], num_delivered: int) -> WorkerView:
+    """The one with most room, and at each further delivery another: the one before may not have heard of it."""
+    ordered = sorted(workers, key=lambda each: (each.load_ratio, each.worker))
+    return ordered[(num_delivered - 1) % len(ordered)]

@@ -267,7 +267,8 @@ class ModelBroker:
                 self._lose(self._asked.get(reply, ""), reply, sub.link)
 
     def _lose(self, subject: str, reply: str, link: Link) -> None:
-        stream = next((name for name in self.streams if name in subject), None)
+        stored = self.stream_for(subject)
+        stream = stored.name if stored is not None else next((name for name in self.streams if name in subject), None)
         if reply and stream is not None:
             timeout_s = self.beat_timeout_s if link.name.endswith(".heart") else self.request_timeout_s
             link.deaf_until[stream] = self.loop.time() + timeout_s

@@ -9,6 +9,7 @@ import msgspec
 
 from headrace.schemas import subjects
 from headrace.schemas.subjects import DEFAULT_POOL, Names, QueueName
+from headrace.schemas.workers import decode_heartbeat
 from headrace.worker.held import Held
 from tests.simulation.broker import Stored
 from tests.simulation.schedule import MODEL
@@ -20,9 +21,11 @@ __all__ = ["IdleWatch"]
 
 _MAX_WAITERS: Final = 4
 _LOST_HINT_S: Final = 0.15
-"""What each lost wake of its queue may cost beyond the first, which the looks around make good in time."""
+"""What each lost wake of its queue may cost: a look around."""
 
-Standing = Literal["waits", "is held", "is moving", "runs", "rests", "is lost"]
+ANY_WORKER: Final = "any"
+
+Standing = Literal["waits", "is held", "is moving", "runs", "rests", "hangs", "is lost"]
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -30,29 +33,35 @@ class _Place(msgspec.Struct, frozen=True):
 
     waits: the broker would give it to whoever asks. is held: fetched by a worker where it does not fit. is moving: on
     its way to a worker, or just taken in by one. runs: it has its place in the memory of one that lives. rests: kept
-    back for a while after a fault, or listed by a worker that hangs. is lost: in flight, and nobody lists it.
+    back for a while after a fault. hangs: held by a worker that hangs. is lost: in flight, and no process holds it.
     """
 
     standing: Standing
     holder: "Part | None" = None
 
 
+class _Clock:
+    """How long a job has waited beside a worker; `num_lost` hints about its queue had been lost when it began."""
+
+    def __init__(self, num_lost: int) -> None:
+        self.idle_s = 0.0
+        self.num_lost = num_lost
+
+
 class IdleWatch:
-    """Adds up each job's time, and says so where it becomes too long.
+    """Adds up each job's time beside each worker, or beside any, and says so where it becomes too long.
 
     Time in which a job is moving counts for nothing and ends nothing, so one that is handed to and fro is seen.
     """
 
     def __init__(self, world: "World") -> None:
         self._world = world
-        self._limit_s = world.scenario.max_idle_s
-        self._idle_s: dict[str, float] = {}
+        self._counts_any = world.scenario.counts_any
+        self._clocks: dict[str, dict[str, _Clock]] = {}
         self._lost_s: dict[str, float] = {}
-        self._able_before: dict[str, list[Part]] = {}
-        self._hints_before: dict[str, int] = {}
-        self._said: set[str] = set()
         self.longest_idle_s = 0.0
-        self.longest_lost_s = 0.0
+        self.longest_lost_s = {True: 0.0, False: 0.0}
+        """By whether it was listed."""
 
     def look(self, since: float, until: float) -> None:
         """Things are as they are now from one moment to the other."""
@@ -62,12 +71,12 @@ class IdleWatch:
         if queue is None or world.is_over:
             return
         if world.faults.outage:
-            self._idle_s.clear()
+            self._clocks.clear()
             self._lost_s.clear()
             return
         listed = {
             held.delivery.sequence: (part, held)
-            for part in self._workers()
+            for part in sorted(self._workers(), key=self._is_out, reverse=True)  # those that live have the last word
             if part.worker is not None
             for held in part.worker._held
         }
@@ -81,32 +90,50 @@ class IdleWatch:
             self._count(job, message, place, waiting, until - since)
 
     def _count(self, job: str, message: Stored, place: _Place, waiting: set[str], for_s: float) -> None:
-        if place.standing == "is lost":
-            self._lost_s[job] = self._lost_s.get(job, 0.0) + for_s
-            self.longest_lost_s = max(self.longest_lost_s, self._lost_s[job])
+        if place.standing in ("is lost", "hangs"):
+            self._count_lost(job, message, place, for_s)
             return
         self._lost_s.pop(job, None)
         if place.standing == "is moving":
             return
         queue = QueueName.from_subject(message.subject)
         able = self._able(job, queue, place, waiting) if queue is not None else []
-        if not able or any(not self._is_well(part) for part in self._able_before.get(job, ())):
-            self._idle_s.pop(job, None)
-            self._hints_before[job] = self._num_hints_lost(queue)
-        self._able_before[job] = able
-        if not able:
-            return
-        before = self._idle_s.get(job, 0.0)
-        total = self._idle_s[job] = before + for_s
-        self.longest_idle_s = max(self.longest_idle_s, total)
-        num_lost = self._num_hints_lost(queue) - self._hints_before.get(job, 0)
-        limit_s = (self._limit_s or 0.0) + _LOST_HINT_S * max(0, num_lost - 1)
-        if before <= limit_s < total and job not in self._said:
-            self._said.add(job)
-            where = f" by {place.holder.name}" if place.holder is not None else ""
-            beside = ", ".join(self._shown(part) for part in able)
-            need = self._world.scenario.need_tokens(job)
-            self._world.check.fail(f"IDLE: {job} ({need}) {place.standing}{where} for {total:.3f} s beside {beside}")
+        num_lost = self._num_hints_lost(queue)
+        clocks = self._clocks.setdefault(job, {})
+        beside = [ANY_WORKER] if able and self._counts_any else [part.name for part in able]
+        for gone in clocks.keys() - set(beside):
+            del clocks[gone]
+        for name in beside:
+            clock = clocks.setdefault(name, _Clock(num_lost))
+            before, clock.idle_s = clock.idle_s, clock.idle_s + for_s
+            self.longest_idle_s = max(self.longest_idle_s, clock.idle_s)
+            limit_s = (self._world.scenario.max_idle_s or 0.0) + _LOST_HINT_S * (num_lost - clock.num_lost)
+            if before <= limit_s < clock.idle_s:
+                self._say(job, place, able, clock.idle_s)
+
+    def _say(self, job: str, place: _Place, able: "list[Part]", idle_s: float) -> None:
+        where = f" by {place.holder.name}" if place.holder is not None else ""
+        beside = ", ".join(self._shown(part) for part in able)
+        need = self._world.scenario.need_tokens(job)
+        self._world.check.fail(f"IDLE: {job} ({need}) {place.standing}{where} for {idle_s:.3f} s beside {beside}")
+
+    def _count_lost(self, job: str, message: Stored, place: _Place, for_s: float) -> None:
+        before = self._lost_s.get(job, 0.0)
+        total = self._lost_s[job] = before + for_s
+        scenario = self._world.scenario
+        is_listed = self._is_listed(message)
+        limit_s = scenario.max_listed_s if is_listed else scenario.max_lost_s
+        longest = self.longest_lost_s
+        longest[is_listed] = max(longest[is_listed], total)
+        if limit_s is not None and before <= limit_s < total:
+            listed = "listed" if is_listed else "not listed"
+            self._world.check.fail(f"LOST FOR: {job} {place.standing} for {total:.3f} s, {listed}")
+
+    def _is_listed(self, message: Stored) -> bool:
+        """Whether the last beat of a worker listed it, be it overwritten by its tombstone."""
+        beats = self._world.broker.streams[f"KV_{Names().workers_bucket}"]
+        found = (decode_heartbeat(each.data) for each in beats.live.values() if each.data)
+        return any(beat.holds(message.seq) for beat in found if beat is not None)
 
     def _num_hints_lost(self, queue: QueueName | None) -> int:
         return self._world.broker.hints_lost.get(queue.consumer if queue is not None else "", 0)
@@ -123,7 +150,7 @@ class IdleWatch:
         if part is None or held is None or part.worker is None:
             return _Place("is lost" if self._is_in_flight(message) else "waits")
         if self._is_out(part):
-            return _Place("rests")
+            return _Place("hangs" if self._is_in_flight(message) else "waits")
         if held in part.worker._ledger or held.execution is not None:
             return _Place("runs", part)
         need = self._world.scenario.need_tokens(held.job)

@@ -9,7 +9,7 @@ from tests.simulation.schedule import Action, Ask, Scenario
 
 __all__ = ["Kind", "draw"]
 
-Kind = Literal["calm", "lan"]
+Kind = Literal["calm", "lan", "deaths"]
 
 _CAPACITIES: Final = ((400, 400, 400), (1000, 1000, 1000), (1000, 400, 400), (300, 300, 1000))
 _NUM_ACTIONS: Final = (8, 16, 30)
@@ -24,13 +24,17 @@ def draw(seed: int, kind: Kind = "lan") -> Scenario:
     asks = tuple(_ask(rng, max(kv_tokens)) for _ in range(num_jobs))
     gaps = rng.choice(((0.0,), (0.0, 0.0, 0.05, 0.4), (0.02, 0.1, 1.0)))
     actions: list[Action] = [Action("submit", rng.choice(gaps), job, 0.5) for job in range(num_jobs)]
-    if kind != "calm":
+    if kind == "deaths":
+        for _ in range(rng.choice((1, 2))):
+            struck = Action(rng.choice(("kill", "hang")), rng.choice((0.05, 0.3)), rng.randrange(num_workers), 4.0)
+            actions.insert(rng.randrange(num_jobs // 2, len(actions) + 1), struck)
+    elif kind != "calm":
         for _ in range(rng.choice((1, 3, 6))):
             actions.insert(rng.randrange(1, len(actions) + 1), _mishap(rng, num_workers))
     return Scenario(
         seed=seed,
         actions=tuple(actions),
-        faults=Faults() if kind == "calm" else _faults(rng),
+        faults=_faults(rng) if kind == "lan" else Faults(),
         num_workers=num_workers,
         num_routers=rng.choice((1, 2)),
         num_monitors=rng.choice((1, 2)),
@@ -38,11 +42,12 @@ def draw(seed: int, kind: Kind = "lan") -> Scenario:
         token_s=rng.choice((0.005, 0.05, 0.2)),
         max_concurrency=rng.choice((1, 2, 4)),
         has_notices=rng.random() < 0.5,
-        stutters=0.0 if kind == "calm" else rng.choice((0.0, 0.0, 0.5)),
+        stutters=rng.choice((0.0, 0.0, 0.5)) if kind == "lan" else 0.0,
         asks=asks,
         kv_tokens=kv_tokens,
         pools=("default", "default", "lender")[:num_workers] if rng.random() < 0.2 else (),
         max_idle_s=0.3,
+        counts_any=kind == "calm",
     )
 
 

@@ -58,6 +58,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Of the workers; the default where there are none. Others lend to it."""
     max_idle_s: float | None = None
     """How long a request may wait beside a worker that could run it; None: that is not looked at."""
+    counts_any: bool = False
+    """Whether it counts beside whom it waits: no, if nothing fails that would begin the count anew."""
+    max_listed_s: float | None = None
+    """How long what a worker held that is dead or hangs may stay with it, if one of its beats listed it."""
+    max_lost_s: float | None = None
+    """The same for anything that is in flight and with nobody."""
     queue_limit: int = 100
     has_notices: bool = False
     stutters: float = 0.0
