@@ -12,7 +12,7 @@ from headrace.schemas.workers import Heartbeat, WorkerState
 __all__ = ["MAX_HAND_BACKS", "MAX_HAND_BACKS_TO_IDLE", "Placement", "WorkerView", "patience_s", "place", "view_of"]
 
 MAX_HAND_BACKS: Final = 3
-"""Deliveries after which a request is given at once only to a worker that does nothing at all; to others after a rest."""
+"""Deliveries after which a request is given at once only to a worker that does nothing at all, to others later."""
 MAX_HAND_BACKS_TO_IDLE: Final = 8
 """Deliveries after which one that fits here, in time, rests before it is given to an idle worker too."""
 _REST_S: Final = 0.1
@@ -55,7 +55,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
         return self.state == "Ready" and self.room.num_running == 0 and self.num_waiting == 0
 
     def would_start(self, need_tokens: int) -> bool:
-        """Whether it starts such a request at once: by what it says it would, else if ready, with room, holding none."""
+        """Whether it starts such a request at once: by its own word; without that if ready, with room, holding none."""
         if self.fetchable_tokens is not None:
             return need_tokens <= self.fetchable_tokens
         return self.state == "Ready" and self.num_waiting == 0 and self.room.fits(need_tokens)
@@ -92,11 +92,11 @@ def place(
     each look around. `others` are the other live workers of the pool, `num_delivered` is the broker's count, 1 at the
     first, and `held_s` how long it has been here this time.
 
-    It goes to the worker with most room of those that would start it now, then to the next: at once up to `MAX_HAND_BACKS` deliveries,
-    then at once to an idle one only, and after `MAX_HAND_BACKS_TO_IDLE` to none; but to any of them once it was held
-    for 0.1 s. So it cannot spin, even by heartbeats that are out of date, and waits beside no worker with room. One
-    that can never run here is never sent to an idle worker sooner than to another, and where nobody would start it, it
-    goes to one that could run it in time, after a while (`patience_s`).
+    It goes to the worker with most room of those that would start it now, at each further delivery to another of them.
+    At once up to `MAX_HAND_BACKS` deliveries, then, if it could run here in time, to an idle one only, and after
+    `MAX_HAND_BACKS_TO_IDLE` to none; but to any once it was held for 0.1 s. So it cannot spin, even by heartbeats that
+    are out of date, and stays beside no worker with room. What can never run here goes to one that could run it in
+    time where nobody would start it, after a while (`patience_s`).
     """
     able = [other for other in others if other.could_ever_run(need_tokens)]
     ready = [other for other in able if other.would_start(need_tokens)]

@@ -280,7 +280,8 @@ class Puller:
         self._looked_at = {queue: at for queue, at in self._looked_at.items() if queue in self._waiting}
         lower = [queue for queue in waiting if LANES.index(queue.lane) > tops[queue.pool] and queue not in self._heads]
         longest_ago = sorted(lower, key=lambda queue: self._looked_at.get(queue, -math.inf))[:_MAX_HEADS]
-        self._looked_at |= dict.fromkeys(longest_ago, now)
+        for queue in longest_ago:
+            self._looked_at[queue] = time.monotonic()
         accepted = await asyncio.gather(*(self._queue.oldest_waiting_at(queue) for queue in longest_ago))
         self._heads |= {queue: (now, at) for queue, at in zip(longest_ago, accepted, strict=True)}
 

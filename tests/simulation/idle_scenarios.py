@@ -3,63 +3,103 @@
 import random
 from typing import Final, Literal
 
-from headrace.schemas.subjects import LANES
+from headrace.schemas.subjects import DEFAULT_POOL, LANES
 from tests.simulation.broker import Faults
-from tests.simulation.schedule import Action, Ask, Scenario
+from tests.simulation.schedule import OWNERS, TENANT, Action, Ask, Scenario
 
-__all__ = ["Kind", "draw"]
+__all__ = ["MAX_IDLE_S", "Kind", "draw", "two_tenants"]
 
-Kind = Literal["calm", "lan", "deaths"]
+Kind = Literal["calm", "faults", "kills", "hangs"]
+"""Nothing fails; anything does; workers are killed and the broker says so; workers hang, or die unnoticed."""
+
+MAX_IDLE_S: Final = 0.3
+MAX_LISTED_S: Final[dict[Kind, float]] = {"calm": 0.1, "kills": 0.1, "hangs": 2.0}
+"""How long what a dead or hung worker had listed stays with it."""
+MAX_LOST_S: Final = 2.1
+"""How long a message is in flight that nobody lists: two beats, a sweep before and after them, and some round trips."""
 
 _CAPACITIES: Final = ((400, 400, 400), (1000, 1000, 1000), (1000, 400, 400), (300, 300, 1000))
-_NUM_ACTIONS: Final = (8, 16, 30)
+_MISHAPS: Final = (
+    "kill",
+    "kill",
+    "hang",
+    "slow",
+    "outage",
+    "drain",
+    "fail",
+    "busy",
+    "die",
+    "stall",
+    "redeliver",
+    "expire",
+)
 
 
-def draw(seed: int, kind: Kind = "lan") -> Scenario:
-    """A deployment, a workload, and what goes wrong in it: nothing where it is calm."""
+def draw(seed: int, kind: Kind) -> Scenario:
+    """A deployment, a workload, and what goes wrong in it."""
     rng = random.Random(seed * 7919 + 17)
     num_workers = rng.choice((1, 2, 2, 2, 3, 3))
     kv_tokens = rng.choice(_CAPACITIES)[:num_workers]
     num_jobs = rng.choice((6, 12, 24))
     asks = tuple(_ask(rng, max(kv_tokens)) for _ in range(num_jobs))
     gaps = rng.choice(((0.0,), (0.0, 0.0, 0.05, 0.4), (0.02, 0.1, 1.0)))
-    actions: list[Action] = [Action("submit", rng.choice(gaps), job, 0.5) for job in range(num_jobs)]
-    if kind == "deaths":
-        for _ in range(rng.choice((1, 2))):
-            struck = Action(rng.choice(("kill", "hang")), rng.choice((0.05, 0.3)), rng.randrange(num_workers), 4.0)
-            actions.insert(rng.randrange(num_jobs // 2, len(actions) + 1), struck)
-    elif kind != "calm":
-        for _ in range(rng.choice((1, 3, 6))):
-            actions.insert(rng.randrange(1, len(actions) + 1), _mishap(rng, num_workers))
+    actions = [Action("submit", rng.choice(gaps), job, 0.5) for job in range(num_jobs)]
+    for _ in range(rng.choice((1, 3, 6)) if kind == "faults" else 0):
+        actions.insert(rng.randrange(1, len(actions) + 1), _mishap(rng, num_workers))
+    if kind in ("kills", "hangs"):
+        how = "kill" if kind == "kills" else rng.choice(("kill", "hang"))
+        struck = Action(how, rng.choice((0.05, 0.3)), rng.randrange(num_workers), 4.0)
+        actions.insert(rng.randrange(num_jobs // 2, len(actions) + 1), struck)
     return Scenario(
         seed=seed,
         actions=tuple(actions),
-        faults=_faults(rng) if kind == "lan" else Faults(),
+        faults=_faults(rng) if kind == "faults" else Faults(),
         num_workers=num_workers,
         num_routers=rng.choice((1, 2)),
         num_monitors=rng.choice((1, 2)),
         num_tokens=rng.choice((1, 4, 10)),
         token_s=rng.choice((0.005, 0.05, 0.2)),
         max_concurrency=rng.choice((1, 2, 4)),
-        has_notices=rng.random() < 0.5,
-        stutters=rng.choice((0.0, 0.0, 0.5)) if kind == "lan" else 0.0,
+        has_notices=kind == "kills" or (kind != "hangs" and rng.random() < 0.5),
+        stutters=rng.choice((0.0, 0.0, 0.5)) if kind == "faults" else 0.0,
         asks=asks,
         kv_tokens=kv_tokens,
-        pools=("default", "default", "lender")[:num_workers] if rng.random() < 0.2 else (),
-        max_idle_s=0.3,
+        pools=(DEFAULT_POOL, DEFAULT_POOL, "lender")[:num_workers] if rng.random() < 0.2 else (),
+        max_idle_s=MAX_IDLE_S,
         counts_any=kind == "calm",
+        max_listed_s=MAX_LISTED_S.get(kind),
+        max_lost_s=None if kind == "faults" else MAX_LOST_S,
+    )
+
+
+def two_tenants(seed: int) -> Scenario:
+    """Two queues of one lane with more than one worker can run for a while."""
+    rng = random.Random(seed)
+    asks = tuple(Ask(tenant=f"t{1 + number % 2}", size=rng.choice((3, 50, 200, 390))) for number in range(60))
+    return Scenario(
+        seed=seed,
+        actions=tuple(Action("submit", 0.0, job, 0.5) for job in range(60)),
+        num_workers=1,
+        num_tokens=4,
+        token_s=0.05,
+        max_concurrency=2,
+        asks=asks,
+        kv_tokens=(1000,),
+        max_idle_s=MAX_IDLE_S,
     )
 
 
 def _ask(rng: random.Random, capacity: int) -> Ask:
     size = rng.choice((3, 3, 50, 200, rng.randint(1, capacity - 10), capacity - 10))
-    return Ask(tenant=rng.choice(("default", "t1", "t2")), lane=rng.choice(LANES), size=size)
+    return Ask(tenant=rng.choice((TENANT, "t1", "t2")), lane=rng.choice(LANES), size=size)
 
 
 def _mishap(rng: random.Random, num_workers: int) -> Action:
-    kind = rng.choice(("kill", "kill", "hang", "slow", "outage", "drain", "fail", "busy", "die", "stall", "redeliver", "expire"))
-    who = rng.choice((rng.randrange(num_workers), rng.randrange(num_workers), rng.randrange(7), 10 + rng.randrange(6)))
-    return Action(kind, rng.choice((0.0, 0.05, 0.3, 1.0)), who, rng.choice((0.3, 1.0, 2.5)), after_lines=rng.choice((0, 1, 5)))
+    who = rng.choice(
+        (rng.randrange(num_workers), rng.randrange(num_workers), rng.randrange(7), OWNERS + rng.randrange(6))
+    )
+    after_s, much = rng.choice((0.0, 0.05, 0.3, 1.0)), rng.choice((0.3, 1.0, 2.5))
+    return Action(rng.choice(_MISHAPS), after_s, who, much, after_lines=rng.choice((0, 1, 5)))
 
 
 def _faults(rng: random.Random) -> Faults:

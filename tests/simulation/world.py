@@ -149,9 +149,7 @@ class World:
                 await run_monitor(bus, stop=part.stop)
             else:
                 part.engine = StubEngine(self, part)
-                options = WorkerOptions(
-                    worker=part.name, model=part.model, pool=part.pool, kv_tokens=part.kv_tokens
-                )
+                options = WorkerOptions(worker=part.name, model=part.model, pool=part.pool, kv_tokens=part.kv_tokens)
                 await run_worker(bus, part.engine, options, stop=part.stop)
         except (BrokerError, ConfigError, EngineError) as error:
             self.broker.note(f"{part.name} ENDS: {error}")
