@@ -26,9 +26,9 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     `epoch` names one registration, `connection` the broker connection (server id and client id) it beats on. Token
     figures are KV-cache tokens; memory figures are bytes of what `memory_source` names (`system`: the host's), None
     where that is not known. `effective_concurrency` is how many requests of the usual size memory lets run at once, of
-    the `max_concurrency` asked for. `prefixes` are hashes of the conversations it served last. `fetchable_tokens` are KV
-    tokens that a request fetched now may need to start at once, beside all that runs and waits there; None where the
-    worker does not say.
+    the `max_concurrency` asked for. `prefixes` are hashes of the conversations it served last. `fetchable_tokens`
+    are those that a request fetched now may need to start at once, beside all that runs and waits there; None where
+    the worker does not say.
     """
 
     worker: str

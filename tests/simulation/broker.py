@@ -114,7 +114,7 @@ class Link:
         self.is_closed = False
         self.up_at = self.down_at = 0.0
         self.deaf_until: dict[str, float] = {}
-        """Until when it waits for answers that were lost, by the stream that was asked."""
+        """Until when it waits for answers that were lost, or believes old ones, by the stream that was asked."""
         self.in_flight: list[Any] = []
 
 
@@ -134,7 +134,8 @@ class ModelBroker:
         self.on_remove: Callable[[Stream, Stored, str], None] = lambda *_: None
         self.trace: list[str] = []
         self._awaited: tuple[int, asyncio.Future[None]] | None = None
-        self.request_timeout_s, self.beat_timeout_s = 1.0, 0.5
+        self.request_timeout_s, self.beat_timeout_s, self.stale_for_s = 1.0, 0.5, 0.1
+        """What an answer costs whoever waits for it: one that is lost, one to a beat, one from an older state."""
         self._asked: dict[str, str] = {}
         self.hints_lost: dict[str, int] = {}
         """By the consumer of the queue that they were about."""
@@ -261,17 +262,18 @@ class ModelBroker:
         elif reply:
             self._answer(reply, msgspec.json.encode(body))
 
-    def _lose_answer(self, reply: str) -> None:
+    def _lose_answer(self, reply: str, *, for_s: float | None = None) -> None:
         for sub in self._subscriptions:
             if _matches(sub.subject, reply):
-                self._lose(self._asked.get(reply, ""), reply, sub.link)
+                self._lose(self._asked.get(reply, ""), reply, sub.link, for_s=for_s)
 
-    def _lose(self, subject: str, reply: str, link: Link) -> None:
+    def _lose(self, subject: str, reply: str, link: Link, *, for_s: float | None = None) -> None:
         stored = self.stream_for(subject)
         stream = stored.name if stored is not None else next((name for name in self.streams if name in subject), None)
         if reply and stream is not None:
             timeout_s = self.beat_timeout_s if link.name.endswith(".heart") else self.request_timeout_s
-            link.deaf_until[stream] = self.loop.time() + timeout_s
+            until = self.loop.time() + (timeout_s if for_s is None else for_s)
+            link.deaf_until[stream] = max(until, link.deaf_until.get(stream, 0.0))
 
     def _later(self, key: str, act: Callable[[], None]) -> None:
         # The server works through each stream in order; reads go beside that.
@@ -484,6 +486,8 @@ class ModelBroker:
             self._lose_answer(reply)
             return
         cut, is_stale = self._view(stream)
+        if is_stale:
+            self._lose_answer(reply, for_s=self.stale_for_s)
         if subject:
             found = self._seen(stream, subject, cut, is_stale=is_stale)[-1:]
         elif "multi_last" in payload:

@@ -15,8 +15,9 @@ Kind = Literal["calm", "faults", "kills", "hangs"]
 MAX_IDLE_S: Final = 0.3
 MAX_LISTED_S: Final[dict[Kind, float]] = {"calm": 0.1, "kills": 0.1, "hangs": 2.0}
 """How long what a dead or hung worker had listed stays with it."""
-MAX_LOST_S: Final = 2.1
-"""How long a message is in flight that nobody lists: two beats, a sweep before and after them, and some round trips."""
+MAX_LOST_S: Final[dict[Kind, float]] = {"calm": 2.1, "kills": 2.1, "hangs": 4.1}
+"""How long a message is in flight that no beat listed: two beats, a sweep before and after them, and some round trips;
+where the worker's death must be found out first, after that."""
 
 _CAPACITIES: Final = ((400, 400, 400), (1000, 1000, 1000), (1000, 400, 400), (300, 300, 1000))
 _MISHAPS: Final = (
@@ -68,7 +69,7 @@ def draw(seed: int, kind: Kind) -> Scenario:
         max_idle_s=MAX_IDLE_S,
         counts_any=kind == "calm",
         max_listed_s=MAX_LISTED_S.get(kind),
-        max_lost_s=None if kind == "faults" else MAX_LOST_S,
+        max_lost_s=MAX_LOST_S.get(kind),
     )
 
 
@@ -112,4 +113,6 @@ def _faults(rng: random.Random) -> Faults:
         lost_answer=sometimes(0.02),
         lost_publish=sometimes(0.1),
         lost_hint=sometimes(0.5),
+        stale_log=sometimes(0.2),
+        stale_beats=sometimes(0.2),
     )

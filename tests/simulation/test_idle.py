@@ -87,11 +87,17 @@ def _tells_nothing(worker: Worker) -> int:
     return 0
 
 
+def _never(*_: Any, **__: Any) -> float:
+    return 9.0
+
+
 def _fits(room: Room, need_tokens: int) -> bool:
     return room.has_slot
 
 
 _PULLER, _ENTRANCE = "headrace.worker.puller", "headrace.worker.entrance"
+_QUEUE, _WORKER = "headrace.bus.jobqueue.JobQueue", "headrace.worker.worker.Worker"
+_GUARD = "headrace.monitor.guard.Guard"
 
 
 @pytest.mark.timeout(600)
@@ -103,12 +109,16 @@ _PULLER, _ENTRANCE = "headrace.worker.puller", "headrace.worker.entrance"
         pytest.param({f"{_PULLER}._LEFT_TO_ANOTHER_S": 0.4}, "calm", "IDLE", id="a queue is left for long"),
         pytest.param({f"{_ENTRANCE}._LOOK_AROUND_S": 0.5}, "calm", "IDLE", id="who holds one hardly looks around"),
         pytest.param({f"{_ENTRANCE}.place": _holds}, "calm", "IDLE", id="nothing is handed back"),
-        pytest.param({f"{_ENTRANCE}.place": _holds}, "faults", "IDLE", id="nothing is handed back after faults"),
-        pytest.param({"headrace.discipline.room.Room.fits": _fits}, "calm", "OVERCOMMIT", id="memory does not count"),
         pytest.param(
-            {"headrace.bus.jobqueue.JobQueue.nak": _forgets}, "calm", "LOST FOR", id="a hand-back is forgotten"
+            {f"{_QUEUE}.wake": _forgets, f"{_QUEUE}.wake_worker": _forgets}, "calm", "IDLE", id="nobody is woken"
         ),
-        pytest.param({"headrace.monitor.liveness.overdue_after_s": 9.0}, "hangs", "LOST FOR", id="hung ones are kept"),
+        pytest.param({f"{_WORKER}._startable_tokens": _tells_nothing}, "calm", "IDLE", id="room is not told"),
+        pytest.param({"headrace.discipline.room.Room.fits": _fits}, "calm", "OVERCOMMIT", id="memory does not count"),
+        pytest.param({f"{_QUEUE}.nak": _forgets}, "calm", "LOST FOR", id="a hand-back is forgotten"),
+        pytest.param(
+            {"headrace.monitor.liveness.overdue_after_s": _never}, "hangs", "LOST FOR", id="hung ones are kept"
+        ),
+        pytest.param({f"{_GUARD}.on_disconnect": _forgets}, "kills", "LOST FOR", id="nobody hears of a death"),
     ],
 )
 def test_a_broken_bound_is_noticed(broken: dict[str, Any], kind: Kind, problem: str) -> None:
