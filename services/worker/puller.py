@@ -155,8 +155,9 @@ class Puller:
         return not self._is_stopped and self._fetchable_tokens() > 0
 
     async def _told_to_look(self) -> None:
-        try:
-            async with asyncio.timeout(_RESYNC_S):
+        until_resync_s = self._synced_at + _RESYNC_S - time.monotonic()
+        try:  # with room the next look around is due by then; a full worker has none behind it
+            async with asyncio.timeout(until_resync_s if 0 < until_resync_s < _RESYNC_S else _RESYNC_S):
                 await self._look.wait()
         except TimeoutError:
             return
@@ -226,7 +227,9 @@ class Puller:
                     need_tokens = delivery.job.need_tokens if delivery.job is not None else 0
                     choice.charge(views, shares, delivery.queue, need_tokens, ageing_s=self._ageing_s)
                 self._is_behind = not is_fresh(deliveries[-1], now=self._bus.clock.now())
-                self._waiting[queue] = max(0, self._waiting.get(queue, 0) - len(deliveries))
+                # One that was handed back may not have been counted; a fetch that finds nothing corrects that.
+                num_new = sum(delivery.num_delivered == 1 for delivery in deliveries)
+                self._waiting[queue] = max(0, self._waiting.get(queue, 0) - num_new)
                 self._woken[queue] = max(0, self._woken.get(queue, 0) - len(deliveries))
                 self._heads.pop(queue, None)
                 # Redeliveries come first, so one that is none says that no more of those noted before wait.
