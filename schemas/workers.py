@@ -30,8 +30,9 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     where that is not known. `effective_concurrency` is how many requests of the usual size memory lets run at once, of
     the `max_concurrency` asked for. `faulted` counts the requests here, running or held, that a worker or an engine was
     lost with before, `unproven` those of them that run on probation. `prefixes` are hashes of the conversations it
-    served last. A `kv_capacity_tokens` of 0 without a `kv_capacity_source` means that it is not known. One that follows
-    free memory has a `kv_capacity_peak_tokens`, the most it ever was.
+    served last. `fetchable_tokens` are those that a request fetched now may need to start at once, beside all that runs
+    and waits there; None where the worker does not say. A `kv_capacity_tokens` of 0 without a `kv_capacity_source`
+    means that it is not known. One that follows free memory has a `kv_capacity_peak_tokens`, the most it ever was.
     """
 
     worker: str
@@ -70,6 +71,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     held: tuple[HeldRequest, ...] = ()
     prefixes: tuple[str, ...] = ()
     is_tombstone: bool = False
+    fetchable_tokens: int | None = None
 
     @property
     def capacity_tokens(self) -> int | None:

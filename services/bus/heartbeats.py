@@ -100,6 +100,7 @@ class WorkersView:
         self._bucket = WorkersBucket(bus)
         self.workers: dict[str, SeenBeat] = {}
         self.heard: dict[str, float] = {}
+        self._listed_at = -math.inf
         self.changed = asyncio.Event()
         self.is_fresh = False
 
@@ -151,19 +152,22 @@ class WorkersView:
 
     async def _relist(self) -> None:
         before = set(self.workers)  # whoever is pushed meanwhile may be missing from the listing
+        listed_at, self._listed_at = self._listed_at, time.monotonic()
         listed = await self._bucket.list()
         for worker, seen in listed.items():
-            self._take(worker, seen)
+            self._take(worker, seen, unless_heard_since=listed_at)
         for worker in before - listed.keys():
             del self.workers[worker]
             self.changed.set()
         self.is_fresh = True
 
-    def _take(self, worker: str, seen: SeenBeat) -> None:
+    def _take(self, worker: str, seen: SeenBeat, *, unless_heard_since: float = math.inf) -> None:
+        """What is new in a listing was heard before, if a push came since the last one: a beat is heard once."""
         known = self.workers.get(worker)
         if known is None or seen.revision > known.revision:
             self.workers[worker] = seen
-            self.heard[worker] = time.monotonic()
+            if self.heard.get(worker, -math.inf) < unless_heard_since:
+                self.heard[worker] = time.monotonic()
             self.changed.set()
 
 

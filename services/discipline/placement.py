@@ -13,9 +13,11 @@ from headrace.schemas.workers import Heartbeat, WorkerState
 __all__ = ["MAX_HAND_BACKS", "MAX_HAND_BACKS_TO_IDLE", "Placement", "WorkerView", "patience_s", "place", "view_of"]
 
 MAX_HAND_BACKS: Final = 3
-"""Deliveries after which a request is given at once only to a worker that does nothing at all."""
+"""Deliveries after which a request is given at once only to a worker that does nothing at all, to others later."""
 MAX_HAND_BACKS_TO_IDLE: Final = 8
-"""Deliveries after which one that fits here, in time, is held a while before it is given to an idle worker."""
+"""Deliveries after which one that fits here, in time, rests before it is given to an idle worker too."""
+_REST_S: Final = 0.1
+"""How long one that went to and fro is held before it goes on: ten hand-backs a second at most."""
 _FIRST_PATIENCE_S: Final = 0.25
 _MAX_PATIENCE_S: Final = 2.0
 
@@ -42,6 +44,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     num_faulted: int = 0
     num_unproven: int = 0
     state: WorkerState = "Ready"
+    fetchable_tokens: int | None = None
     prefixes: frozenset[str] = frozenset()
 
     @property
@@ -57,9 +60,13 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
         return self.state == "Ready" and self.room.num_running == 0 and self.num_waiting == 0
 
     def would_start(self, need_tokens: int, guest: Guest = NOBODY) -> bool:
-        """Whether it starts such a request at once: ready, with room and fit company, and nobody held before it."""
+        """Whether it starts such a request at once, in company that is fit for it: by its own word; where it gives none
+        if it is ready, has room and holds nobody before it.
+        """
         if not is_welcome(guest, num_faulted=self.num_faulted, num_unproven=self.num_unproven):
             return False
+        if self.fetchable_tokens is not None:
+            return need_tokens <= self.fetchable_tokens
         return self.state == "Ready" and self.num_waiting == 0 and self.room.fits(need_tokens)
 
     def could_ever_run(self, need_tokens: int) -> bool:
@@ -87,6 +94,7 @@ def view_of(beat: Heartbeat, *, prefixes: Iterable[str] = ()) -> WorkerView:
         num_faulted=beat.faulted,
         num_unproven=beat.unproven,
         state=beat.state,
+        fetchable_tokens=beat.fetchable_tokens,
         prefixes=frozenset(prefixes),
     )
 
@@ -106,26 +114,28 @@ def place(
     be asked as it comes, when a heartbeat changes, and at each look around. `others` are the other live workers of the
     pool, `num_delivered` is the broker's count, 1 at the first, and `held_s` how long it has been here this time.
 
-    It goes to the worker with most room of those that would start it now: at once up to `MAX_HAND_BACKS` deliveries,
-    then to an idle one only, and after `MAX_HAND_BACKS_TO_IDLE` it is first held for 0.25 s. So it cannot spin, even
-    by heartbeats that are out of date. One that can never run here goes on being handed back, to one that could run it
-    in time if need be, but then only after a while (`patience_s`).
+    It goes to the worker with most room of those that would start it now, at each further delivery to another of them.
+    At once up to `MAX_HAND_BACKS` deliveries, then, if it could run here in time, to an idle one only, and after
+    `MAX_HAND_BACKS_TO_IDLE` to none; but to any once it was held for 0.1 s. So it cannot spin, even by heartbeats that
+    are out of date, and stays beside no worker with room. What can never run here goes to one that could run it in
+    time where nobody would start it, after a while (`patience_s`).
     """
     able = [other for other in others if other.could_ever_run(need_tokens)]
     ready = [other for other in able if other.would_start(need_tokens, guest)]
     is_quick = num_delivered <= MAX_HAND_BACKS
-    if room.could_ever_fit(need_tokens):
-        if not is_quick:
-            ready = [other for other in ready if other.is_idle]
-        goes = ready if num_delivered <= MAX_HAND_BACKS_TO_IDLE or held_s >= _FIRST_PATIENCE_S else []
-    elif not able:
+    could_fit = room.could_ever_fit(need_tokens)
+    if not able and not could_fit:
         may_yet = room.may_yet_fit(need_tokens) or any(other.may_yet_run(need_tokens) for other in others)
         return (Placement.HOLD if may_yet else Placement.NEVER), None
+    if ready and (is_quick or held_s >= _REST_S):
+        goes = ready
+    elif could_fit:
+        goes = [other for other in ready if other.is_idle] if num_delivered <= MAX_HAND_BACKS_TO_IDLE else []
     elif ready:
-        goes = ready if is_quick or held_s >= _FIRST_PATIENCE_S else []
+        goes = []
     else:
         goes = able if held_s >= patience_s(num_delivered) else []
-    return (Placement.HAND_BACK, _roomiest(goes).worker) if goes else (Placement.HOLD, None)
+    return (Placement.HAND_BACK, _next(goes, num_delivered).worker) if goes else (Placement.HOLD, None)
 
 
 def patience_s(num_delivered: int) -> float:
@@ -133,5 +143,7 @@ def patience_s(num_delivered: int) -> float:
     return min(_MAX_PATIENCE_S, _FIRST_PATIENCE_S * 2.0 ** min(16, max(0, num_delivered - 1)))
 
 
-def _roomiest(workers: Sequence[WorkerView]) -> WorkerView:
-    return min(workers, key=lambda each: (each.load_ratio, each.worker))
+def _next(workers: Sequence[WorkerView], num_delivered: int) -> WorkerView:
+    """The one with most room, and at each further delivery another: the one before may not have heard of it."""
+    ordered = sorted(workers, key=lambda each: (each.load_ratio, each.worker))
+    return ordered[(num_delivered - 1) % len(ordered)]

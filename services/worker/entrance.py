@@ -21,15 +21,13 @@ from headrace.worker.settling import Settler
 
 __all__ = ["Entrance", "Entry"]
 
-_LOOK_AROUND_S: Final = 0.15
+_LOOK_AROUND_S: Final = 0.1
 """How often one that does not fit here looks for a worker where it would start."""
-_LOOK_AROUNDS: Final = 6
+_LOOK_AROUNDS: Final = 9
 """Looks around after which its log is read again: it may have been cancelled, or its time be up."""
 _LENT_RETRY_S: Final = 2.0
 _MAY_RETURN_S: Final = 5.0
 """How long one is kept that no live worker could ever run: the one that could may be about to start again."""
-_COMPANY_RETRY_S: Final = 0.5
-"""After this long one whose company here is not fit is given to any worker where it is, however often it came."""
 
 
 class Entry(enum.Enum):
@@ -112,12 +110,11 @@ class Entrance:
         if others is None or held in self._gate:
             return None
         held_s = time.monotonic() - held.since
-        may_go_again = self._gate.is_kept_out(held) and held_s >= _COMPANY_RETRY_S
         where, other = place(
             plan.need_tokens,
             self._gate.room,
             others,
-            num_delivered=1 if may_go_again else held.delivery.num_delivered,
+            num_delivered=held.delivery.num_delivered,
             held_s=held_s,
             guest=guest,
         )

@@ -81,11 +81,6 @@ class Gate:
         """Requests inside that are on probation."""
         return sum(guest.is_unproven for guest in self._inside.values())
 
-    def is_kept_out(self, held: Held) -> bool:
-        """Whether it waits for the sake of its company, and not for room."""
-        waiting = self._waiting.get(held)
-        return waiting is not None and waiting.is_kept_out
-
     def enter(self, held: Held, need_tokens: int, *, is_interrupted: bool, guest: Guest = NOBODY) -> bool:
         """Ask to start; whether it was let in at once. `is_interrupted`: it was running before, as `guest` tells."""
         if held in self:  # let in since it last asked

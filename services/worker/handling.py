@@ -83,6 +83,7 @@ class Handler:
         beat_settled: Callable[[int], Awaitable[None]],
         room_changed: Callable[[], None],
         refund: Callable[[QueueName, int], None],
+        leave_to_another: Callable[[QueueName], None],
         job_ended: Callable[[str, str], None],
     ) -> None:
         self._bus = bus
@@ -99,7 +100,14 @@ class Handler:
         self._room_changed = room_changed
         self._refund = refund
         self._planner = Planner(engine, default_max_tokens=bus.settings.default_max_tokens)
-        self._settler = Settler(bus, queue=queue, held=held, identity=identity, job_ended=job_ended)
+        self._settler = Settler(
+            bus,
+            queue=queue,
+            held=held,
+            identity=identity,
+            job_ended=job_ended,
+            leave_to_another=leave_to_another,
+        )
         self._entrance = Entrance(
             gate=gate,
             neighbours=neighbours,

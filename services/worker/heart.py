@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from headrace.bus.connection import Refused, Stored, StoreResult
+from headrace.bus.connection import Refused, Stored, StoreResult, Unknown
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.errors import BrokerUnavailableError, ConfigError, NotProvisionedError
 from headrace.lifecycle import Backoff
@@ -120,6 +120,8 @@ class Heart:
             result = await self._beat()
             if isinstance(result, Refused) and not await self._is_still_mine():
                 await self._lost()
+            elif isinstance(result, Unknown) and not result.is_unserved:
+                self._changed.set()  # no answer came for a whole interval: what changed is hidden for long enough
             await asyncio.sleep(max(0.0, _MIN_INTERVAL_S - (time.monotonic() - started)))
 
     async def leave(self) -> None:

@@ -14,6 +14,7 @@ from headrace.schemas.events import Event, Owner
 from headrace.schemas.jobs import Job
 from headrace.schemas.refusals import Refusal
 from headrace.schemas.states import JobState
+from headrace.schemas.subjects import QueueName
 from headrace.telemetry import Span
 from headrace.worker.appending import Appended, Ended, LogWriter
 from headrace.worker.held import Held, HeldSet
@@ -24,7 +25,10 @@ _FAULTS_EXHAUSTED: Final = "faults_exhausted"
 
 
 class Settler:
-    """Ends jobs and gives messages back. A message is acked only after a terminal event is known to be stored."""
+    """Ends jobs and gives messages back. A message is acked only after a terminal event is known to be stored.
+
+    `leave_to_another` is told of a queue to whose head a job returns that is meant for another worker.
+    """
 
     def __init__(
         self,
@@ -34,6 +38,7 @@ class Settler:
         held: HeldSet,
         identity: Callable[[int], Owner],
         job_ended: Callable[[str, str], None],
+        leave_to_another: Callable[[QueueName], None],
     ) -> None:
         self._bus = bus
         self._settings = bus.settings
@@ -42,6 +47,7 @@ class Settler:
         self._held = held
         self._identity = identity
         self._job_ended = job_ended
+        self._leave_to_another = leave_to_another
         self.draining = asyncio.Event()
 
     async def settle(self, held: Held, job: Job) -> None:
@@ -79,6 +85,8 @@ class Settler:
         if held.is_void:
             return
         self._held.remove(held)  # first, or its redelivery to us would be taken for one of what we hold
+        if to is not None:
+            self._leave_to_another(held.delivery.queue)
         await self._queue.nak(held.delivery)
         if to is not None:
             await self._queue.wake_worker(to, held.delivery.queue)

@@ -97,6 +97,7 @@ class Worker:
         self._reason = ""
         self._engine_run = 0
         self._has_warned = False
+        self._told_tokens = 0
         self._ledger = Ledger(capacity_tokens=options.kv_tokens, max_concurrency=options.max_concurrency or 1)
         self._heart = Pulse(
             bus,
@@ -127,6 +128,7 @@ class Worker:
             beat_settled=self._heart.settled,
             room_changed=self._room_changed,
             refund=self._refund,
+            leave_to_another=self._leave_to_another,
             job_ended=self._job_ended,
         )
         self._puller = Puller(
@@ -259,7 +261,11 @@ class Worker:
 
     def _fetchable_tokens(self) -> int:
         """KV tokens that a job fetched now may need to start at once; 0: fetch nothing."""
-        if not self._is_up() or not self._heart.is_fresh or self._held.num_kept_back >= _MAX_KEPT_BACK:
+        return self._startable_tokens() if self._heart.is_fresh else 0
+
+    def _startable_tokens(self) -> int:
+        """The same whether or not our beats come through, for the beat itself."""
+        if not self._is_up() or self._held.num_kept_back >= _MAX_KEPT_BACK:
             return 0
         return fetchable_tokens(
             self._promised_room(), self._gate.waiters, ageing_s=self._settings.ageing_s, max_waiters=_MAX_WAITERS
@@ -313,9 +319,14 @@ class Worker:
     def _refund(self, queue: QueueName, tokens: int) -> None:
         self._puller.refund(queue, tokens)
 
+    def _leave_to_another(self, queue: QueueName) -> None:
+        self._puller.leave_to_another(queue)
+
     def _room_changed(self) -> None:
         if self._is_up():
             self._set_state("Ready" if self._has_slots() else "Busy")
+        if self._startable_tokens() != self._told_tokens:
+            self._heart.changed()
         self._puller.look()
 
     def _has_slots(self) -> bool:
@@ -349,6 +360,7 @@ class Worker:
     def _beat(self) -> Heartbeat:
         is_started = self._state != "Starting"
         facts = self._engine.facts if is_started else None
+        self._told_tokens = self._startable_tokens()
         return Heartbeat(
             worker=self._options.worker,
             epoch=self._heart.epoch,
@@ -375,6 +387,7 @@ class Worker:
             reason=self._reason,
             prefixes=tuple(self._served),
             held=tuple(held.as_request() for held in self._held),
+            fetchable_tokens=self._told_tokens,
         )
 
     def _effective_concurrency(self) -> int:

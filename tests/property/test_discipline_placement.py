@@ -17,6 +17,7 @@ from headrace.schemas.workers import Heartbeat, WorkerState
 
 AGEING_S = 10.0
 MAX_WAITERS = 4
+REST_S = 0.1
 
 rooms = st.builds(
     Room,
@@ -40,7 +41,7 @@ others_of = st.lists(
 needs = st.integers(1, 1500)
 
 
-held_times = st.sampled_from([0.0, 0.2, 0.25, 1.0, 2.0])
+held_times = st.sampled_from([0.0, 0.05, 0.1, 0.25, 1.0, 2.0])
 
 
 @given(needs, rooms, others_of, st.integers(1, 12), held_times)
@@ -60,12 +61,12 @@ def test_it_goes_where_it_starts_and_stays_only_where_it_can(
             assert not room.could_ever_fit(need)
             assert not could_run
         case Placement.HOLD if room.could_ever_fit(need):
-            is_quick = num_delivered <= MAX_HAND_BACKS_TO_IDLE or held_s >= 0.25
+            is_quick = num_delivered <= MAX_HAND_BACKS_TO_IDLE
             assert not is_quick or not any(other.is_idle for other in would_start)
-            assert num_delivered > MAX_HAND_BACKS or not would_start
+            assert not would_start or (num_delivered > MAX_HAND_BACKS and held_s < REST_S)
         case Placement.HOLD:
             assert could_run
-            assert held_s < (0.25 if would_start else patience_s(num_delivered))
+            assert held_s < (REST_S if would_start else patience_s(num_delivered))
             assert num_delivered > MAX_HAND_BACKS or not would_start
 
 
@@ -208,9 +209,9 @@ class Pool:
 
 
 def is_patient(station: Station, job: Job, *, held_s: float) -> bool:
-    """Whether the station still holds it because it was handed back often: for 0.25 s, which is less than a step."""
+    """Whether the station still holds it because it was handed back often: for 0.1 s, which is less than a step."""
     limit = MAX_HAND_BACKS_TO_IDLE if station.room.could_ever_fit(job.need_tokens) else MAX_HAND_BACKS
-    return job.num_delivered > limit and held_s < 0.25
+    return job.num_delivered > limit and held_s < REST_S
 
 
 @given(
@@ -243,7 +244,7 @@ def test_in_a_pool_everything_runs_and_nobody_idles_beside_what_fits(
             assert job.num_handed_back <= 1 + job.started
 
 
-def test_after_some_deliveries_only_an_idle_worker_is_worth_a_hand_back() -> None:
+def test_after_some_deliveries_only_an_idle_worker_is_worth_a_hand_back_at_once() -> None:
     full = Room(capacity_tokens=1000, reserved_tokens=900, max_concurrency=4, num_running=1)
     busy = WorkerView(
         worker="busy", room=Room(capacity_tokens=1000, reserved_tokens=1, max_concurrency=4, num_running=1)
@@ -252,6 +253,20 @@ def test_after_some_deliveries_only_an_idle_worker_is_worth_a_hand_back() -> Non
     hand_back, hold = Placement.HAND_BACK, Placement.HOLD
     for others, told in [([busy], [hand_back] * 3 + [hold] * 7), ([busy, idle], [hand_back] * 8 + [hold] * 2)]:
         assert [place(500, full, others, num_delivered=number)[0] for number in range(1, 11)] == told
+        rested = [place(500, full, others, num_delivered=number, held_s=REST_S)[0] for number in range(1, 11)]
+        assert rested == [hand_back] * 10
+
+
+def test_each_hand_back_names_another_of_those_with_room() -> None:
+    full = Room(capacity_tokens=1000, reserved_tokens=900, max_concurrency=4, num_running=1)
+    others = [WorkerView(worker=name, room=Room(capacity_tokens=1000, max_concurrency=4)) for name in ("b", "a")]
+    assert [place(500, full, others, num_delivered=number)[1] for number in (1, 2, 3)] == ["a", "b", "a"]
+
+
+def test_a_worker_that_holds_something_may_say_that_it_starts_smaller_ones() -> None:
+    beat = Heartbeat(worker="w", epoch="e", state="Busy", model="m", waiting=1, fetchable_tokens=100)
+    assert view_of(beat).would_start(100)
+    assert not view_of(beat).would_start(101)
 
 
 def test_a_worker_that_is_starting_may_yet_run_what_is_too_large_here() -> None:

@@ -36,6 +36,8 @@ class Faults(msgspec.Struct):
     lost_request: float = 0.0
     lost_answer: float = 0.0
     lost_publish: float = 0.0
+    lost_hint: float = 0.0
+    """Wakes and nudges of workers, which the broker stores nowhere."""
     stale_log: float = 0.0
     stale_beats: float = 0.0
     outage: str = ""
@@ -44,7 +46,8 @@ class Faults(msgspec.Struct):
     def end(self) -> None:
         """Behave from now on."""
         self.delay_s = 0.001
-        self.lost_request = self.lost_answer = self.lost_publish = self.stale_log = self.stale_beats = 0.0
+        self.lost_request = self.lost_answer = self.lost_publish = self.lost_hint = 0.0
+        self.stale_log = self.stale_beats = 0.0
         self.outage = ""
 
 
@@ -120,6 +123,8 @@ class Link:
         self.name, self.context = name, context
         self.is_closed = False
         self.up_at = self.down_at = 0.0
+        self.deaf_until: dict[str, float] = {}
+        """Until when it waits for answers that were lost, or believes old ones, by the stream that was asked."""
         self.in_flight: list[Any] = []
 
 
@@ -140,6 +145,11 @@ class ModelBroker:
         self.trace: list[str] = []
         self.num_served_parked = 0
         self._awaited: tuple[int, asyncio.Future[None]] | None = None
+        self.request_timeout_s, self.beat_timeout_s, self.stale_for_s = 1.0, 0.5, 0.1
+        """What an answer costs whoever waits for it: one that is lost, one to a beat, one from an older state."""
+        self._asked: dict[str, str] = {}
+        self.hints_lost: dict[str, int] = {}
+        """By the consumer of the queue that they were about."""
 
     # the network
 
@@ -208,11 +218,14 @@ class ModelBroker:
             if self.faults.outage == "unserved" and reply:
                 self._answer(reply, b"", {"Status": "503"})
             if self.faults.outage:
+                self._lose(subject, reply, sender)
                 return
             is_request = subject.startswith("$JS.API.") or bool(reply)
             if self._happens(self.faults.lost_request if is_request else self.faults.lost_publish):
                 self.note(f"LOST {_short(subject)} of {sender.name}")
+                self._lose(subject, reply, sender)
                 return
+            self._asked[reply] = subject
         if subject.startswith("$JS.API."):
             self._later("" if "DIRECT" in subject else subject, lambda: self._api(subject[8:], reply, data))
             return
@@ -227,6 +240,10 @@ class ModelBroker:
             self._answer(reply, b"", {"Status": "503"})
 
     def _deliver(self, subject: str, reply: str, data: bytes, headers: Headers | None) -> bool:
+        if (".wake." in subject or ".ctl." in subject) and self._happens(self.faults.lost_hint):
+            self.note(f"LOST the hint {subject}")
+            self._count_lost_hint(subject, data)
+            return True
         matching = [sub for sub in self._subscriptions if _matches(sub.subject, subject)]
         groups: dict[str, list[_Subscription]] = {}
         for sub in matching:
@@ -239,14 +256,35 @@ class ModelBroker:
             self._carry(sub.link, sub.deliver, subject, reply, data, headers)
         return bool(matching)
 
+    def _count_lost_hint(self, subject: str, data: bytes) -> None:
+        consumer = msgspec.json.decode(data).get("consumer") if data else "_".join(subject.split(".")[-3:])
+        if consumer is not None:
+            self.hints_lost[consumer] = self.hints_lost.get(consumer, 0) + 1
+
     def _answer(self, reply: str, data: bytes, headers: Headers | None = None, *, subject: str = "") -> None:
         for sub in self._subscriptions:
             if _matches(sub.subject, reply):
                 self._carry(sub.link, sub.deliver, subject or reply, "", data, headers)
 
     def _json(self, reply: str, body: object) -> None:
-        if reply and not self._happens(self.faults.lost_answer):
+        if reply and self._happens(self.faults.lost_answer):
+            self.note(f"LOST the answer to {_short(self._asked.get(reply, ''))}")
+            self._lose_answer(reply)
+        elif reply:
             self._answer(reply, msgspec.json.encode(body))
+
+    def _lose_answer(self, reply: str, *, for_s: float | None = None) -> None:
+        for sub in self._subscriptions:
+            if _matches(sub.subject, reply):
+                self._lose(self._asked.get(reply, ""), reply, sub.link, for_s=for_s)
+
+    def _lose(self, subject: str, reply: str, link: Link, *, for_s: float | None = None) -> None:
+        stored = self.stream_for(subject)
+        stream = stored.name if stored is not None else next((name for name in self.streams if name in subject), None)
+        if reply and stream is not None:
+            timeout_s = self.beat_timeout_s if link.name.endswith(".heart") else self.request_timeout_s
+            until = self.loop.time() + (timeout_s if for_s is None else for_s)
+            link.deaf_until[stream] = max(until, link.deaf_until.get(stream, 0.0))
 
     def _later(self, key: str, act: Callable[[], None]) -> None:
         # The server works through each stream in order; reads go beside that.
@@ -273,6 +311,7 @@ class ModelBroker:
         result = self._try_store(stream, subject, data, headers, sender)
         if reply and self._happens(self.faults.lost_answer):
             self.note(f"LOST the answer to {_short(subject)} of {sender.name}")
+            self._lose_answer(reply)
         elif reply:
             self._answer(reply, msgspec.json.encode(result))
 
@@ -395,7 +434,8 @@ class ModelBroker:
     def _stream_api(self, words: list[str], stream: Stream, reply: str, payload: dict[str, Any]) -> None:
         if words[0] == "INFO":
             counts = {subject: len(each) for subject, each in stream.by_subject.items() if each}
-            state = {"messages": len(stream.live), "subjects": counts if "subjects_filter" in payload else None}
+            named = {"subjects": counts} if "subjects_filter" in payload else {}
+            state = {"messages": len(stream.live), "last_seq": stream.last_seq, **named}
             answer = {"config": stream.config, "created": stream.created, "state": state}
             self._json(reply, {**answer, "ts": self._stamp(self.loop.time())})
         elif words[0] == "PURGE":
@@ -460,8 +500,11 @@ class ModelBroker:
             return
         if self._happens(self.faults.lost_answer):
             self.note(f"LOST the answer to a read of {name}")
+            self._lose_answer(reply)
             return
         cut, is_stale = self._view(stream)
+        if is_stale:
+            self._lose_answer(reply, for_s=self.stale_for_s)
         if subject:
             found = self._seen(stream, subject, cut, is_stale=is_stale)[-1:]
         elif "multi_last" in payload:
@@ -561,6 +604,7 @@ class ModelBroker:
         )
         if self._happens(self.faults.lost_answer):
             self.note("  but it is LOST")
+            self._lose_answer(reply)
             return
         for sub in receivers:
             self._carry(sub.link, sub.deliver, message.subject, subject, message.data, dict(message.headers))

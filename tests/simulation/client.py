@@ -40,7 +40,8 @@ class Client:
 
     async def start(self) -> None:
         """Listen for answers."""
-        await self._bus.subscribe("_INBOX.default.>", cb=self._on_answer)
+        for tenant in sorted({TENANT, *(ask.tenant for ask in self._world.scenario.asks)}):
+            await self._bus.subscribe(f"_INBOX.{tenant}.>", cb=self._on_answer)
 
     async def submit(self, job: str, *, hurry: float) -> None:
         """Send a request, or send it again."""
@@ -53,27 +54,31 @@ class Client:
         request.accepted_at = max(world.now() + 10, request.accepted_at if request.num_submits else 0)
         request.first_sent_at = request.first_sent_at or world.now()
         request.num_submits += 1
-        number = len(self._jobs)
-        inbox = f"_INBOX.default.answers-{number}"
+        ask = world.scenario.ask(job)
+        inbox = f"_INBOX.{ask.tenant}.answers-{len(self._jobs)}"
         self._jobs[inbox] = job
         world.broker.note(f"=== submit {job}")
-        body = {"prompt": job, "max_tokens": world.scenario.num_tokens, "stream": request.is_streaming}
+        prompt = [1] * ask.size if world.scenario.asks else job
+        body = {"prompt": prompt, "max_tokens": world.scenario.num_tokens, "stream": request.is_streaming}
         headers = {
             subjects.HDR_ID: job,
             subjects.HDR_DEADLINE: str(request.deadline_s),
             subjects.HDR_QUEUE_TIMEOUT: str(request.queue_timeout_s),
         }
+        if world.scenario.asks:
+            headers |= {subjects.HDR_PRIORITY: ask.lane, subjects.HDR_POOL: ask.pool}
         if world.scenario.num_fallback_workers:
             headers[subjects.HDR_FALLBACK] = FALLBACK
         await self._bus.publish(
-            self._names.infer(TENANT, "completions", MODEL), json.dumps(body).encode(), reply=inbox, headers=headers
+            self._names.infer(ask.tenant, "completions", MODEL), json.dumps(body).encode(), reply=inbox, headers=headers
         )
 
     async def ask(self, what: str, job: str) -> None:
         """Cancel a job or ask for its status."""
         self._world.broker.note(f"=== {what} {job}")
-        subject = self._names.cancel(TENANT, job) if what == "cancel" else self._names.status(TENANT, job)
-        await self._bus.publish(subject, b"", reply="_INBOX.default.control")
+        tenant = self._world.scenario.ask(job).tenant
+        subject = self._names.cancel(tenant, job) if what == "cancel" else self._names.status(tenant, job)
+        await self._bus.publish(subject, b"", reply=f"_INBOX.{tenant}.control")
 
     async def _on_answer(self, message: Msg) -> None:
         job = self._jobs.get(message.subject)

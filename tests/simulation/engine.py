@@ -47,7 +47,8 @@ class StubEngine:
 
     async def count_prompt_tokens(self, request: InferenceRequest) -> int:
         await asyncio.sleep(0)
-        return 3
+        prompt = request.body["prompt"]
+        return len(prompt) if isinstance(prompt, list) else 3
 
     async def usage(self) -> EngineUsage:
         return EngineUsage(num_running=len(self.running))
@@ -92,6 +93,9 @@ class StubEngine:
         world.check.company_kept(self)
         if sum(self.running.values()) > world.scenario.max_concurrency:
             world.check.fail(f"OVERCOMMIT: {self._part.name} computes {self.running} at once")
+        used = sum(number * world.scenario.need_tokens(each) for (each, _), number in self.running.items())
+        if self._part.kv_tokens is not None and used > self._part.kv_tokens:
+            world.check.fail(f"OVERCOMMIT: {self._part.name} has {self._part.kv_tokens} tokens, {used} are needed")
         try:
             for number in range(first, first + max_tokens):
                 await asyncio.sleep(min(world.expovariate(world.scenario.token_s), 3.0))

@@ -7,7 +7,7 @@ import asyncio
 import heapq
 import random
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ __all__ = ["Process", "SimulatedLoop", "current_process"]
 
 _STEP_S: Final = 20e-6
 """Virtual time one callback takes."""
+_LOOK_EVERY_S: Final = 0.005
 
 
 class Process:
@@ -46,7 +47,8 @@ def current_process() -> Process | None:
 class SimulatedLoop(asyncio.BaseEventLoop):
     """Runs callbacks one at a time. `num_steps` counts them.
 
-    Time passes a little with each, and leaps to the next timer when nothing can run.
+    Time passes a little with each, and leaps to the next timer when nothing can run. Before a leap `observe` is called,
+    200 times a virtual second at most, with the moments between which things were as they are now.
     """
 
     _ready: deque[asyncio.Handle]
@@ -58,6 +60,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._now = 1_000_000.0
         self._num_created = 0
         self.num_steps = 0
+        self.observe: Callable[[float, float], None] | None = None
+        self._observed_until = self._now
         self.outside = Process("outside")
         self.processes: list[Process] = [self.outside]
         self.set_task_factory(self._make_task)  # type: ignore[arg-type]
@@ -101,7 +105,11 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         times = pauses + ([self._scheduled[0].when()] if self._scheduled else [])
         if not times:
             raise RuntimeError("nothing can ever happen again")
-        self._now = max(self._now, min(times))
+        until = max(self._now, min(times))
+        if self.observe is not None and until - self._observed_until >= _LOOK_EVERY_S:
+            self.observe(self._observed_until, until)
+            self._observed_until = until
+        self._now = until
 
     def _sort_in(self) -> None:
         while self._ready:

@@ -23,14 +23,17 @@ from headrace.errors import BrokerError, ConfigError, EngineError
 from headrace.monitor import run_monitor
 from headrace.router.router import run_router
 from headrace.schemas import subjects
-from headrace.schemas.subjects import Names
+from headrace.schemas.subjects import DEFAULT_POOL, Names
 from headrace.settings import Settings
-from headrace.worker.worker import WorkerOptions, run_worker
+from headrace.worker.engines.base import Engine
+from headrace.worker.worker import Worker, WorkerOptions, run_worker
 from tests.simulation.broker import Faults, Link, ModelBroker
 from tests.simulation.bus import model_bus
 from tests.simulation.check import Check
 from tests.simulation.client import Client, Request
+from tests.simulation.deployment import configure
 from tests.simulation.engine import StubEngine
+from tests.simulation.idle import IdleWatch
 from tests.simulation.loop import Process, SimulatedLoop, current_process
 from tests.simulation.schedule import FALLBACK, MODEL, OWNERS, Action, Scenario
 from tests.simulation.threads import ModelPulse, SimulatedAsyncio
@@ -50,6 +53,9 @@ class Part:
         self.process: Process
         self.link: Link
         self.stop: asyncio.Event
+        self.pool = DEFAULT_POOL
+        self.kv_tokens: int | None = None
+        self.worker: Worker | None = None
         self.engine: StubEngine | None = None
         self.threads: list[tuple[Process, Link, str]] = []
         self.is_up = False
@@ -89,6 +95,9 @@ class World:
         self.check = Check(self)
         self.broker.on_store = self.check.on_store
         self.broker.on_remove = self.check.on_remove
+        self.idle = IdleWatch(self)
+        if scenario.max_idle_s is not None:
+            self.loop.observe = self.idle.look
         self.parts: list[Part] = []
         self.dead: list[Part] = []
 
@@ -140,7 +149,7 @@ class World:
                 await run_monitor(bus, stop=part.stop)
             else:
                 part.engine = StubEngine(self, part)
-                options = WorkerOptions(worker=part.name, model=part.model)
+                options = WorkerOptions(worker=part.name, model=part.model, pool=part.pool, kv_tokens=part.kv_tokens)
                 await run_worker(bus, part.engine, options, stop=part.stop)
         except (BrokerError, ConfigError, EngineError) as error:
             self.broker.note(f"{part.name} ENDS: {error}")
@@ -165,7 +174,7 @@ class World:
 
     def _gone(self, part: Part, *, loses_half: bool) -> None:
         part.is_up = False
-        part.engine = None
+        part.engine = part.worker = None
         self.broker.disconnect(part.link, loses_half=loses_half)
         if part.kind == "worker" and part.name in self.check.epochs:
             self.check.declare_gone(part.name, self.check.epochs[part.name])
@@ -205,6 +214,13 @@ class World:
         part = next(part for part in self.parts if part.process is process)
         self._listeners.append((part, handler))
         yield
+
+    def new_worker(self, bus: Bus, engine: Engine, options: WorkerOptions) -> Worker:
+        """Stands for the class, so that what a worker knows can be looked at."""
+        worker = Worker(bus, engine, options)
+        part = next(part for part in self.parts if part.name == options.worker)
+        part.worker = worker
+        return worker
 
     def new_thread(self, process: Process) -> Process:
         """The process that stands for a thread of another."""
@@ -259,6 +275,8 @@ class World:
         await ensure_provisioned(bus)
         for model in self.models:
             await ensure_jobs_stream(bus, model)
+        if scenario.asks:
+            await configure(bus, scenario)
         self._client = Client(self, bus)
         await self._client.start()
         for kind, number in (
@@ -267,6 +285,10 @@ class World:
             ("monitor", scenario.num_monitors),
         ):
             self.parts += [Part(kind, f"{kind[0]}{each}") for each in range(number)]
+        for part, kv_tokens in zip(self.parts, scenario.kv_tokens, strict=False):
+            part.kv_tokens = kv_tokens
+        for part, pool in zip(self.parts, scenario.pools, strict=False):
+            part.pool = pool
         for each in range(scenario.num_fallback_workers):
             self.parts.append(Part("worker", f"f{each}"))
             self.parts[-1].model = FALLBACK
@@ -280,7 +302,7 @@ class World:
             await self.broker.until_noted(action.after_lines, within_s=_PATIENCE_S)
             await asyncio.sleep(action.after_s)
             await self._act(action)
-        await asyncio.sleep(self.uniform(0, 3))
+        await asyncio.sleep(self.uniform(0, 3) + (0 if scenario.max_idle_s is None else 1))
         stuttering.cancel()
         await self._peace()
 
@@ -454,6 +476,7 @@ def _virtual(world: World) -> Iterator[None]:
             patch("headrace.worker.memory.read_host_memory", lambda: None),
             patch("headrace.monitor.guard.disconnects", world.disconnects),
             patch("headrace.worker.worker.Pulse", ModelPulse),
+            patch("headrace.worker.worker.Worker", world.new_worker),
             patch("headrace.worker.pulse.asyncio", SimulatedAsyncio()),
             patch("headrace.worker.pulse.connect", world.connect),
             patch.object(ModelPulse, "new_thread", world.new_thread, create=True),
