@@ -83,7 +83,7 @@ class Handler:
         beat_settled: Callable[[int], Awaitable[None]],
         room_changed: Callable[[], None],
         refund: Callable[[QueueName, int], None],
-        leave_to_another: Callable[[QueueName], None],
+        leave_to_another: Callable[[Delivery], None],
         job_ended: Callable[[str, str], None],
     ) -> None:
         self._bus = bus

@@ -34,7 +34,9 @@ _MAX_BATCH: Final = 16
 _AFTER_PREFERRED_S: Final = 0.002
 """Head start of the worker that has a job's beginning in its cache."""
 _LEFT_TO_ANOTHER_S: Final = 0.02
-"""Head start of the worker that a job was handed to, which hears of it later than we do."""
+"""Head start of the worker that a job was handed to, which hears of it later than we do; doubled at each delivery."""
+_MOST_LEFT_S: Final = 0.16
+"""Enough for its next look around, so that it gets the job even if it does not hear of it."""
 _FRESH_S: Final = 0.01
 _PARKED_FRESH_S: Final = 0.05
 """The same where a parked pull brought it, and others before this one may have had it in their hands."""
@@ -115,12 +117,14 @@ class Puller:
         """Look for work now: room was made, or the connection came back."""
         self._look.set()
 
-    def leave_to_another(self, queue: QueueName) -> None:
-        """A job of the queue is handed to a worker by name: take none there for a moment, or we would get it back."""
-        self._left_until[queue] = time.monotonic() + _LEFT_TO_ANOTHER_S
+    def leave_to_another(self, delivery: Delivery) -> None:
+        """A job is handed to a worker by name: take none of its queue for a moment, or we would get it back."""
+        queue = delivery.queue
+        left_s = min(_MOST_LEFT_S, _LEFT_TO_ANOTHER_S * 2.0 ** min(16, delivery.num_delivered - 1))
+        self._left_until[queue] = time.monotonic() + left_s
         if queue in self._waiting:
             self._waiting[queue] += 1
-        asyncio.get_running_loop().call_later(_LEFT_TO_ANOTHER_S, self._look.set)
+        asyncio.get_running_loop().call_later(left_s, self._look.set)
 
     def stop(self) -> None:
         """Fetch nothing more; `run` returns once a fetch under way is over."""

@@ -7,14 +7,13 @@ from typing import Final
 from headrace.bus.connection import Bus
 from headrace.bus.deadletters import write_dead_letter
 from headrace.bus.joblog import JobLog
-from headrace.bus.jobqueue import JobQueue
+from headrace.bus.jobqueue import Delivery, JobQueue
 from headrace.lifecycle import wait_first
 from headrace.schemas.endings import end_of
 from headrace.schemas.events import Event, Owner
 from headrace.schemas.jobs import Job
 from headrace.schemas.refusals import Refusal
 from headrace.schemas.states import JobState
-from headrace.schemas.subjects import QueueName
 from headrace.telemetry import Span
 from headrace.worker.appending import Appended, Ended, LogWriter
 from headrace.worker.held import Held, HeldSet
@@ -27,7 +26,7 @@ _FAULTS_EXHAUSTED: Final = "faults_exhausted"
 class Settler:
     """Ends jobs and gives messages back. A message is acked only after a terminal event is known to be stored.
 
-    `leave_to_another` is told of a queue to whose head a job returns that is meant for another worker.
+    `leave_to_another` is told of a message that returns to the head of its queue and is meant for another worker.
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class Settler:
         held: HeldSet,
         identity: Callable[[int], Owner],
         job_ended: Callable[[str, str], None],
-        leave_to_another: Callable[[QueueName], None],
+        leave_to_another: Callable[[Delivery], None],
     ) -> None:
         self._bus = bus
         self._settings = bus.settings
@@ -86,7 +85,7 @@ class Settler:
             return
         self._held.remove(held)  # first, or its redelivery to us would be taken for one of what we hold
         if to is not None:
-            self._leave_to_another(held.delivery.queue)
+            self._leave_to_another(held.delivery)
         await self._queue.nak(held.delivery)
         if to is not None:
             await self._queue.wake_worker(to, held.delivery.queue)

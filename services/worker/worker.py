@@ -319,8 +319,8 @@ class Worker:
     def _refund(self, queue: QueueName, tokens: int) -> None:
         self._puller.refund(queue, tokens)
 
-    def _leave_to_another(self, queue: QueueName) -> None:
-        self._puller.leave_to_another(queue)
+    def _leave_to_another(self, delivery: Delivery) -> None:
+        self._puller.leave_to_another(delivery)
 
     def _room_changed(self) -> None:
         if self._is_up():

@@ -132,12 +132,10 @@ class GateMachine(RuleBasedStateMachine):
 
     @invariant()
     def everybody_is_in_or_waits(self) -> None:
-        num_in = sum(self.is_in(request) for request in self.here)
-        num_kept_out = sum(self.gate.is_kept_out(request) for request in self.here)  # type: ignore[arg-type]
-        assert len(self.gate.waiters) == len(self.here) - num_in - num_kept_out
+        assert len(self.gate.waiters) == sum(request.is_waiting for request in self.here)
         for request in self.here:
-            is_kept_out = self.gate.is_kept_out(request)  # type: ignore[arg-type]
-            assert request.is_waiting == (not self.is_in(request) and not is_kept_out)
+            assert not (request.is_waiting and self.is_in(request))
+            is_kept_out = not request.is_waiting and not self.is_in(request)
             assert not (is_kept_out and not request.guest.has_fault)
             assert not (request.is_backing_off and not is_kept_out)
 
