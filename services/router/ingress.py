@@ -17,9 +17,9 @@ from headrace.router.admission import Wish, check_reply, read_wish
 from headrace.router.attempt import Try
 from headrace.router.deliveries import Deliveries
 from headrace.router.inflight import InFlight
-from headrace.router.limits import TenantLimits
 from headrace.router.models import Models
 from headrace.router.placement import Placed, Placement
+from headrace.router.settlement import Settlement
 from headrace.schemas import events, subjects
 from headrace.schemas.conversation import conversation_texts
 from headrace.schemas.events import AcceptedBody
@@ -47,7 +47,7 @@ class Ingress:
         bus: Bus,
         models: Models,
         deliveries: Deliveries,
-        limits: TenantLimits,
+        settlement: Settlement,
         view: ConfigView,
     ) -> None:
         self._bus = bus
@@ -56,7 +56,7 @@ class Ingress:
         self._log = JobLog(bus)
         self._models = models
         self._placement = Placement(bus, models, view)
-        self._limits = limits
+        self._settlement = settlement
         self._in_flight = InFlight(bus)
         self._deliveries = deliveries
         self._view = view
@@ -123,7 +123,13 @@ class Ingress:
             placed = await self._placement.place(wish, job, incoming.data)
             if isinstance(placed, Refusal):
                 return placed
-            permit = await self._limits.admit(wish.tenant, placed.need_tokens)
+            permit = await self._settlement.admit(
+                wish.tenant,
+                job,
+                num_tokens=placed.need_tokens,
+                num_new=placed.new_tokens,
+                is_streaming=wish.request.stream,
+            )
             if isinstance(permit, Refusal):
                 return permit
             attempt.asked, attempt.placed, attempt.permit = wish, placed, permit
@@ -141,7 +147,7 @@ class Ingress:
     def _give_back(self, attempt: Try) -> None:
         """What a try paid is given back once, and only where it is sure that nothing was taken in."""
         if not attempt.is_unclear:
-            self._limits.give_back(attempt.permit)
+            self._settlement.give_back(attempt.permit)
             attempt.permit = None
 
     async def _other(self, attempt: Try, data: bytes) -> Placed | None:

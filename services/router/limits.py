@@ -32,11 +32,12 @@ _FORGOTTEN_AFTER_S: Final = 120.0
 
 
 class Permit(msgspec.Struct, frozen=True):
-    """One request that was paid for: give it back if it is refused after all."""
+    """One request that was paid for, in half second `at`: give it back if it is refused after all."""
 
     tenant: str
     at: int
     amount: Used
+    job: str = ""
 
 
 class _Account:
@@ -91,7 +92,7 @@ class TenantLimits:
             account.waiting = Used(account.waiting.requests - 1, account.waiting.tokens - num_tokens)
 
     def give_back(self, permit: Permit | None) -> None:
-        """The request was refused for another reason: the next one may have its permit."""
+        """What was paid and not used, by a request that was refused or a job that ended: others may have it."""
         account = self._accounts.get(permit.tenant) if permit is not None else None
         if permit is not None and account is not None:
             account.purse = account.purse.refunded(permit.at, permit.amount)
