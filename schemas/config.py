@@ -43,7 +43,8 @@ class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `weight` is its share of a lane against the other queues. `max_in_flight` bounds its queued and running requests of
     one model. The two others bound what is taken in during any 60 seconds; tokens are those a request may come to need,
     less what it turned out not to. `models` are the models and aliases it may name, None is all; an alias that it may
-    name leads to its targets whether they are there or not. `keys` are those of the HTTP edge; in a file, None leaves
+    name leads to its targets whether they are there or not. `pool` is where its requests go that no rule and no header
+    sends elsewhere, at models that have such a pool for it. `keys` are those of the HTTP edge; in a file, None leaves
     them as they are.
     """
 
@@ -51,6 +52,7 @@ class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_in_flight: Limit | None = None
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None
+    pool: Name | None = None
     models: Annotated[tuple[str, ...], Meta(max_length=1000)] | None = None
     keys: Annotated[tuple[ApiKey, ...], Meta(max_length=MAX_KEYS)] | None = None
 

@@ -39,13 +39,14 @@ class ListedKey(msgspec.Struct, frozen=True):
 
 
 class ListedTenant(msgspec.Struct, frozen=True, kw_only=True):
-    """One tenant of `list --json`; None is no limit, and for `models` all of them."""
+    """One tenant of `list --json`; None is no limit, no pool of its own, and for `models` all of them."""
 
     tenant: str
     weight: float
     max_in_flight: int | None
     requests_per_minute: int | None
     tokens_per_minute: int | None
+    pool: str | None
     models: tuple[str, ...] | None
     keys: tuple[ListedKey, ...]
 
@@ -64,6 +65,7 @@ tenant.add_command(key)
 @click.option("--max-in-flight", type=int, metavar="N", help="Requests of a model queued and running at once.")
 @click.option("--requests-per-minute", type=int, metavar="N", help="Requests in any 60 seconds.")
 @click.option("--tokens-per-minute", type=int, metavar="N", help="Tokens, of prompts and answers, in any 60 seconds.")
+@click.option("--pool", metavar="POOL", help="Where its requests go unless a rule or header says otherwise.")
 @click.option("--model", "models", multiple=True, metavar="MODEL", help="A model or alias it may use; default: all.")
 @click.option(
     "--key-name", default="default", show_default=True, metavar="KEY", help="What its key is called in lists."
@@ -72,7 +74,7 @@ tenant.add_command(key)
 @json_option
 @with_settings
 def add(
-    settings: Settings, name: str, models: tuple[str, ...], key_name: str, no_key: bool, as_json: bool, **limits: Any
+    settings: Settings, name: str, models: tuple[str, ...], key_name: str, no_key: bool, as_json: bool, **others: Any
 ) -> None:
     """Add tenant NAME, and print its API key, which is shown this once.
 
@@ -80,7 +82,7 @@ def add(
     within a second.
     """
     check_tenant_name(name)
-    values: dict[str, Any] = {field: value for field, value in limits.items() if value is not None}
+    values: dict[str, Any] = {field: value for field, value in others.items() if value is not None}
     if models:
         values["models"] = list(dict.fromkeys(models))
     entry = checked_tenant(name, values)
@@ -162,6 +164,7 @@ def _listed(name: str, entry: TenantConfig) -> ListedTenant:
         max_in_flight=entry.max_in_flight,
         requests_per_minute=entry.requests_per_minute,
         tokens_per_minute=entry.tokens_per_minute,
+        pool=entry.pool,
         models=entry.models,
         keys=tuple(ListedKey(key.name, key.id) for key in entry.keys or ()),
     )
@@ -169,13 +172,14 @@ def _listed(name: str, entry: TenantConfig) -> ListedTenant:
 
 def _print(listed: list[ListedTenant], *, is_open: bool) -> None:
     out = console()
-    columns = ("tenant", "weight", "in flight", "requests/min", "tokens/min", "models", "keys")
+    columns = ("tenant", "weight", "in flight", "requests/min", "tokens/min", "pool", "models", "keys")
     rows = [
         (
             each.tenant,
             f"{each.weight:g}",
             *(_ALL if n is None else str(n) for n in (each.max_in_flight, each.requests_per_minute)),
             _ALL if each.tokens_per_minute is None else str(each.tokens_per_minute),
+            each.pool or _ALL,
             "all" if each.models is None else safe(", ".join(each.models)) or "none",
             ", ".join(f"{key.name} ({key.id})" for key in each.keys) or "none",
         )

@@ -154,7 +154,7 @@ async def test_a_key_is_rotated_without_a_gap(gateway: Gateway, headrace: Headra
 async def test_the_key_is_shown_once_and_only_its_hash_is_kept(
     running: Deployment, gateway: Gateway, headrace: Headrace, tmp_path: Path
 ) -> None:
-    added = await headrace.run("tenant", "add", "acme", "--weight", "2", "--max-in-flight", "5", "--model", MODEL)
+    added = await headrace.run("tenant", "add", "acme", "--weight", "2", "--pool", "gold", "--model", MODEL)
     key = added.stdout.strip()
     assert key.startswith("hr-")
     assert len(key) == 46
@@ -162,7 +162,7 @@ async def test_the_key_is_shown_once_and_only_its_hash_is_kept(
     assert entry is not None
     assert json.loads(entry.value or b"") == {
         "weight": 2.0,
-        "max_in_flight": 5,
+        "pool": "gold",
         "models": [MODEL],
         "keys": [{"name": "default", "sha256": hash_of(key.encode())}],
     }
