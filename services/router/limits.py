@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from headrace.bus.configuration import ConfigView
-from headrace.bus.connection import Bus, Stored
+from headrace.bus.connection import Bus, Stored, Unknown
 from headrace.bus.usage import SeenUsage, UsageBucket
 from headrace.errors import BrokerError, BrokerUnavailableError
 from headrace.lifecycle import Backoff
@@ -37,7 +37,6 @@ class Permit(msgspec.Struct, frozen=True):
     tenant: str
     at: int
     amount: Used
-    job: str = ""
 
 
 class _Account:
@@ -160,7 +159,11 @@ class TenantLimits:
             await self._look_again(tenant, account, retries)
 
     async def _write(self, tenant: str, account: _Account, usage: Usage) -> bool:
+        num_owed = len(account.purse.owed)
         result = await self._bucket.put(tenant, usage, expected_revision=account.seen.revision)
+        if isinstance(result, Unknown):  # it may be stored, and nothing is given back twice
+            purse = account.purse
+            account.purse = Purse(purse.at, purse.left, purse.owed[num_owed:])
         if not isinstance(result, Stored):
             return False
         account.seen = SeenUsage(usage, result.sequence)

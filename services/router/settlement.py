@@ -1,6 +1,7 @@
 """What a request paid of its tenant's limits a minute and, as its end shows, did not use: it is given back."""
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Final
@@ -20,26 +21,38 @@ __all__ = ["Paid", "Settlement", "unused"]
 
 log = logging.getLogger(__name__)
 
-_MAX_PAID: Final = 100_000
+_MAX_KNOWN: Final = 100_000
 _MAX_READ: Final = 1_024
 _AGAIN_S: Final = 0.1
 _WINDOW_SLOTS: Final = int(WINDOW_S / SLOT_S) + 1
 
 
 class Paid(msgspec.Struct, frozen=True):
-    """What one job paid. Of its tokens `num_new` were for those it might generate; `is_streaming`: its log has them."""
+    """What a request paid for its job. Of its tokens `num_new` were for those it might generate; `is_streaming`: the
+    log has those that it did.
+    """
 
+    job: str
     permit: Permit
     num_new: int
     is_streaming: bool
 
 
+class _Known(msgspec.Struct):
+    """A job that a request was admitted for in slot `at`; what it paid, once it was taken in."""
+
+    at: int
+    paid: Paid | None = None
+
+
 class Settlement:
     """Admits requests within their tenants' limits, and settles each when its job ends.
 
+    A request sent twice may be admitted twice, here or by two routers; each gives back what it paid itself, once.
+
     Nothing is kept of tenants without limits a minute, nor of anybody after a minute, when it no longer counts. What a
     router forgets stays paid for that minute, so no limit is exceeded: where it dies, where a notice is lost, and of
-    more than `_MAX_PAID` jobs the oldest.
+    more than `_MAX_KNOWN` jobs the oldest.
     """
 
     def __init__(self, bus: Bus, limits: TenantLimits, *, now: Callable[[], float] | None = None) -> None:
@@ -47,38 +60,45 @@ class Settlement:
         self._log = JobLog(bus)
         self._limits = limits
         self._now = now or bus.clock.now
-        self._paid: dict[tuple[str, str], Paid] = {}
+        self._known: dict[tuple[str, str], _Known] = {}
         self._ended: dict[tuple[str, str], None] = {}
         self._noticed = asyncio.Event()
         self._heard: dict[str, Subscription] = {}
 
     async def admit(
         self, tenant: str, job: str, *, num_tokens: int, num_new: int, is_streaming: bool
-    ) -> Permit | Refusal | None:
-        """Pay for one request; None for a tenant without limits. Raises BrokerError."""
+    ) -> Paid | Refusal | None:
+        """Pay for one request; None for a tenant without limits. Raises BrokerError.
+
+        What comes of it is told by `take_in` or `give_back`, by neither where it is not clear: then it stays paid.
+        """
         permit = await self._limits.admit(tenant, num_tokens)
         if not isinstance(permit, Permit):
             return permit
-        permit = msgspec.structs.replace(permit, job=job)
         try:
             await self._hear(tenant)  # before the job can end
         except BrokerError:
             self._limits.give_back(permit)
             raise
         self._forget_old()
-        # Under the same id there may be a job already: then that one is settled, and this permit given back.
-        self._paid.setdefault((tenant, job), Paid(permit, min(num_new, num_tokens), is_streaming))
-        return permit
+        self._known.setdefault((tenant, job), _Known(permit.at))
+        return Paid(job, permit, min(num_new, num_tokens), is_streaming)
 
-    def give_back(self, permit: Permit | None) -> None:
-        """The request was not taken in: all that it paid goes back, once."""
-        if permit is None:
+    def take_in(self, paid: Paid | None) -> None:
+        """The request is a job now, which is settled when it ends; it may have ended already."""
+        if paid is None:
             return
-        key = (permit.tenant, permit.job)
-        paid = self._paid.get(key)
-        if paid is not None and paid.permit is permit:
-            del self._paid[key]
-        self._limits.give_back(permit)
+        key = (paid.permit.tenant, paid.job)
+        known = self._known.get(key)
+        if known is not None and known.paid is None:
+            known.paid = paid
+            if key in self._ended:
+                self._noticed.set()
+
+    def give_back(self, paid: Paid | None) -> None:
+        """The request was not taken in: all that it paid goes back."""
+        if paid is not None:
+            self._limits.give_back(paid.permit)
 
     async def run(self) -> None:
         """Settle jobs as they end, until cancelled."""
@@ -87,11 +107,11 @@ class Settlement:
                 await self._noticed.wait()
                 self._noticed.clear()
                 try:
-                    is_all = await self._settle(list(self._ended)[:_MAX_READ])
+                    is_all = await self._settle(self._settleable())
                 except BrokerError as error:
                     log.info("jobs that ended are not settled yet: %s", error)
                     is_all = False
-                if self._ended:
+                if self._settleable():
                     self._noticed.set()
                 if not is_all:
                     await asyncio.sleep(_AGAIN_S)
@@ -100,25 +120,28 @@ class Settlement:
                 for subscription in self._heard.values():
                     await subscription.unsubscribe()
 
-    async def _settle(self, keys: list[tuple[str, str]]) -> bool:
+    def _settleable(self) -> dict[tuple[str, str], Paid]:
+        """Jobs taken in and said to have ended, as many as are read at once."""
+        found = ((key, known.paid) for key in self._ended if (known := self._known.get(key)) is not None)
+        return dict(itertools.islice(((key, paid) for key, paid in found if paid is not None), _MAX_READ))
+
+    async def _settle(self, jobs: dict[tuple[str, str], Paid]) -> bool:
         """Give back what these did not use; False where the log does not know yet that some have ended."""
         self._forget_old()
-        last = await self._log.last_of(keys)
+        last = await self._log.last_of(list(jobs))
         back: dict[tuple[str, int], Used] = {}
         is_all = True
         try:
-            for key in keys:
-                paid, end = self._paid.get(key), last.get(key)
-                if paid is not None and (end is None or not end.is_terminal):
+            for key, paid in jobs.items():
+                end = last.get(key)
+                if end is None or not end.is_terminal:
                     is_all = False  # a moment old; or somebody else sent that notice, then its minute passes
                     self._ended[key] = self._ended.pop(key, None)  # behind the others
                     continue
-                if paid is not None and end is not None:
-                    state = JobState() if end.kind == "done" else await self._log.state(*key)
-                    at = (paid.permit.tenant, paid.permit.at)
-                    back[at] = back.get(at, Used()) + unused(paid, end, state)
-                    self._paid.pop(key, None)
-                self._ended.pop(key, None)
+                state = JobState() if end.kind == "done" else await self._log.state(*key)
+                at = (paid.permit.tenant, paid.permit.at)
+                back[at] = back.get(at, Used()) + unused(paid, end, state)
+                self._forget(key)
         finally:
             for (tenant, slot), amount in back.items():
                 self._limits.give_back(Permit(tenant, slot, amount))
@@ -131,18 +154,21 @@ class Settlement:
 
     async def _on_ended(self, message: Message) -> None:
         tenant, job = message.subject.split(".")[-2:]
-        if (tenant, job) in self._paid:
+        if (tenant, job) in self._known:
             self._ended[tenant, job] = None
             self._noticed.set()
 
     def _forget_old(self) -> None:
         oldest = slot_of(self._now()) - _WINDOW_SLOTS
-        while self._paid:
-            key, paid = next(iter(self._paid.items()))
-            if paid.permit.at >= oldest and len(self._paid) < _MAX_PAID:
+        while self._known:
+            key, known = next(iter(self._known.items()))
+            if known.at >= oldest and len(self._known) < _MAX_KNOWN:
                 return
-            del self._paid[key]
-            self._ended.pop(key, None)
+            self._forget(key)
+
+    def _forget(self, key: tuple[str, str]) -> None:
+        self._known.pop(key, None)
+        self._ended.pop(key, None)
 
 
 def unused(paid: Paid, end: Event, state: JobState) -> Used:

@@ -20,7 +20,7 @@ ALL, NOTHING = Used(1, 130), Used()
 
 def paid(*, is_streaming: bool = True) -> Paid:
     """For a prompt of 30 tokens and 100 new ones."""
-    return Paid(Permit("a", 7, Used(1, 130)), 100, is_streaming)
+    return Paid("j", Permit("a", 7, Used(1, 130)), 100, is_streaming)
 
 
 def done(answer: bytes) -> Event:
