@@ -1,6 +1,7 @@
 """Tenants and their API keys: made and revoked by the command, asked for at the gateway, kept apart everywhere."""
 
 import asyncio
+import io
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -116,6 +117,20 @@ async def test_a_wrong_key_is_told_nothing_and_is_nowhere(
     told = json.dumps(answers[0][1]) + caplog.text
     for secret in (*wrong[:4], good, good[3:20], hash_of(good.encode())[:12]):
         assert secret not in told
+
+
+async def test_a_large_body_with_a_wrong_key_is_not_kept_and_its_answer_arrives(
+    gateway: Gateway, headrace: Headrace
+) -> None:
+    key = await new_tenant(headrace, gateway, "acme")
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session:
+        for _ in range(3):  # over one connection, which goes on
+            data = io.BytesIO(b"x" * (9 << 20))
+            headers = {"Authorization": "Bearer hr-wrong"}
+            async with session.post(gateway.url + CHAT, data=data, headers=headers) as response:
+                assert (response.status, (await response.json())["error"]["code"]) == (401, "invalid_api_key")
+        async with session.get(f"{gateway.url}/v1/models", headers={"Authorization": f"Bearer {key}"}) as response:
+            assert response.status == 200
 
 
 async def test_the_openai_client_with_a_key_and_with_a_bad_one(
