@@ -19,6 +19,7 @@ from headrace.gateway.health import Health
 from headrace.gateway.inference import Inference
 from headrace.gateway.jobs import Jobs
 from headrace.gateway.models import Models
+from headrace.gateway.origins import Origins
 from headrace.gateway.watching import OpenRequests
 from headrace.schemas.openai import Operation
 
@@ -28,8 +29,8 @@ _REQUEST_ID: Final = b"x-request-id"
 _GOOD_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}\Z")
 
 
-def make_app(bus: Bus, view: ConfigView, open_requests: OpenRequests) -> ASGIApp:
-    """The application: OpenAI's API, jobs, probes."""
+def make_app(bus: Bus, view: ConfigView, open_requests: OpenRequests, *, is_loopback: bool = True) -> ASGIApp:
+    """The application: OpenAI's API, jobs, probes. `is_loopback`: it is reached by this machine alone."""
     inference, jobs = Inference(bus, open_requests), Jobs(bus, open_requests)
     models, health = Models(bus, view), Health(bus)
 
@@ -57,7 +58,9 @@ def make_app(bus: Bus, view: ConfigView, open_requests: OpenRequests) -> ASGIApp
         HTTPException: _on_no_route,
         ClientDisconnect: _on_disconnect,
     }
-    return _Edge(Starlette(routes=routes, exception_handlers=handlers), open_requests)
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    allowed = bus.settings.allowed_origins
+    return _Edge(Origins(app, allowed=allowed, is_loopback=is_loopback), open_requests)
 
 
 class _Edge:

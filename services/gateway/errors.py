@@ -1,7 +1,7 @@
 """How a refusal looks over HTTP: status, headers and OpenAI's error form; and as a frame of a stream."""
 
 import re
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from starlette.responses import Response
@@ -9,7 +9,18 @@ from starlette.responses import Response
 from headrace.errors import BrokerError, HeadraceError, RequestError
 from headrace.schemas.refusals import ErrorBody, ErrorDetail, Refusal
 
-__all__ = ["as_response", "error_body", "http_refusal", "no_such_url", "refusal_of"]
+__all__ = [
+    "METHOD_NOT_ALLOWED",
+    "ORIGIN_NOT_ALLOWED",
+    "UNKNOWN_URL",
+    "EdgeError",
+    "as_response",
+    "edge_error",
+    "error_body",
+    "http_refusal",
+    "no_such_url",
+    "refusal_of",
+]
 
 _RETRY_STATUS: Final = (429, 503)
 _WIRE_HEADER: Final = re.compile(r"(?<![\w-])Headrace-")
@@ -51,10 +62,35 @@ def error_body(refusal: Refusal) -> bytes:
     return msgspec.json.encode(refusal.body())
 
 
+class EdgeError(NamedTuple):
+    """An answer that only HTTP has; over NATS nothing corresponds to it."""
+
+    status: int
+    code: str
+    type: str
+    message: str
+
+
+UNKNOWN_URL: Final = EdgeError(404, "unknown_url", "invalid_request_error", "There is nothing at this URL.")
+METHOD_NOT_ALLOWED: Final = EdgeError(
+    405, "method_not_allowed", "invalid_request_error", "This URL does not take this method."
+)
+ORIGIN_NOT_ALLOWED: Final = EdgeError(
+    403,
+    "origin_not_allowed",
+    "permission_error",
+    "Web pages, and requests under another name of this host, are let in only where HEADRACE_HTTP_ORIGINS names them.",
+)
+
+
+def edge_error(error: EdgeError) -> Response:
+    """One of these answers. Sending the same request again cannot help."""
+    detail = ErrorDetail(message=error.message, type=error.type, code=error.code)
+    headers = {"x-should-retry": "false"}
+    body = msgspec.json.encode(ErrorBody(error=detail))
+    return Response(body, status_code=error.status, headers=headers, media_type=_JSON)
+
+
 def no_such_url(status: int) -> Response:
-    """For a path (404) or a method (405) that is not served: two answers that only HTTP has."""
-    code, message = ("unknown_url", "There is nothing at this URL.")
-    if status == 405:
-        code, message = ("method_not_allowed", "This URL does not take this method.")
-    detail = ErrorDetail(message=message, type="invalid_request_error", code=code)
-    return Response(msgspec.json.encode(ErrorBody(error=detail)), status_code=status, media_type=_JSON)
+    """For a path (404) or a method (405) that is not served."""
+    return edge_error(METHOD_NOT_ALLOWED if status == METHOD_NOT_ALLOWED.status else UNKNOWN_URL)

@@ -198,7 +198,7 @@ async def test_a_client_that_takes_nothing_for_long_loses_its_connection_and_its
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.setblocking(False)
         await loop.sock_connect(connection, ("127.0.0.1", int(http.gateway.url.rpartition(":")[2])))
-        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-Headrace-Id: stalled\r\n"
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX-Headrace-Id: stalled\r\n"
         await loop.sock_sendall(connection, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         await until(lambda: is_state(running, "stalled", "cancelled"), timeout_s=WITHIN_S)
 
