@@ -2,6 +2,7 @@
 
 import re
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from starlette.applications import Starlette
@@ -19,6 +20,7 @@ from headrace.gateway.health import Health
 from headrace.gateway.inference import Inference
 from headrace.gateway.jobs import Jobs
 from headrace.gateway.models import Models
+from headrace.gateway.openapi import OpenApi
 from headrace.gateway.origins import Origins
 from headrace.gateway.watching import OpenRequests
 from headrace.schemas.openai import Operation
@@ -40,15 +42,21 @@ def make_app(bus: Bus, view: ConfigView, open_requests: OpenRequests, *, is_loop
 
         return answer
 
+    def by_method(**answers: Callable[[Request], Awaitable[Response]]) -> Any:
+        async def answer(request: Request) -> Response:  # one route, so that a 405 names all methods of the URL
+            return await answers.get(request.method, answers["GET"])(request)
+
+        return answer
+
     routes = [
         Route("/v1/chat/completions", infer("chat"), methods=["POST"]),
         Route("/v1/completions", infer("completions"), methods=["POST"]),
         Route("/v1/embeddings", infer("embeddings"), methods=["POST"]),
         Route("/v1/models", models.list, methods=["GET"]),
         Route("/v1/models/{model:path}", models.show, methods=["GET"]),
-        Route("/v1/jobs/{job}", jobs.show, methods=["GET"]),
-        Route("/v1/jobs/{job}", jobs.cancel, methods=["DELETE"]),
+        Route("/v1/jobs/{job}", by_method(GET=jobs.show, DELETE=jobs.cancel), methods=["GET", "DELETE"]),
         Route("/v1/jobs/{job}/stream", jobs.stream, methods=["GET"]),
+        Route("/openapi.json", OpenApi().show, methods=["GET"]),
         Route("/healthz", health.live, methods=["GET"]),
         Route("/readyz", health.ready, methods=["GET"]),
     ]
@@ -98,7 +106,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_no_route(request: Request, error: HTTPException) -> Response:
-    return no_such_url(error.status_code)
+    return no_such_url(error.status_code, error.headers)
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:

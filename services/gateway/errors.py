@@ -1,6 +1,7 @@
 """How a refusal looks over HTTP: status, headers and OpenAI's error form; and as a frame of a stream."""
 
 import re
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 import msgspec
@@ -12,6 +13,7 @@ from headrace.schemas.refusals import ErrorBody, ErrorDetail, Refusal
 __all__ = [
     "METHOD_NOT_ALLOWED",
     "ORIGIN_NOT_ALLOWED",
+    "RETRY_STATUS",
     "UNKNOWN_URL",
     "EdgeError",
     "as_response",
@@ -22,7 +24,9 @@ __all__ = [
     "refusal_of",
 ]
 
-_RETRY_STATUS: Final = (429, 503)
+RETRY_STATUS: Final = (429, 503)
+"""With these comes the time to wait before sending the request again."""
+
 _WIRE_HEADER: Final = re.compile(r"(?<![\w-])Headrace-")
 _JSON: Final = "application/json"
 
@@ -52,7 +56,7 @@ def as_response(refusal: Refusal) -> Response:
     """
     status = refusal.info.status
     headers = {"x-should-retry": "true" if refusal.info.is_retryable else "false"}
-    if status in _RETRY_STATUS:
+    if status in RETRY_STATUS:
         headers["retry-after"] = str(max(1, refusal.retry_after_s or 1))
     return Response(error_body(refusal), status_code=status, headers=headers, media_type=_JSON)
 
@@ -91,6 +95,8 @@ def edge_error(error: EdgeError) -> Response:
     return Response(body, status_code=error.status, headers=headers, media_type=_JSON)
 
 
-def no_such_url(status: int) -> Response:
-    """For a path (404) or a method (405) that is not served."""
-    return edge_error(METHOD_NOT_ALLOWED if status == METHOD_NOT_ALLOWED.status else UNKNOWN_URL)
+def no_such_url(status: int, headers: Mapping[str, str] | None = None) -> Response:
+    """For a path (404) or a method (405) that is not served; `headers` go with it (405 must say what is allowed)."""
+    response = edge_error(METHOD_NOT_ALLOWED if status == METHOD_NOT_ALLOWED.status else UNKNOWN_URL)
+    response.headers.update(headers or {})
+    return response
