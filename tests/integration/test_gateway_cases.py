@@ -208,7 +208,8 @@ async def _play_canaries(broker_url: str, prefix: str) -> list[str]:
                 errors.append(json.dumps(answer))
             fake.scripts.append(reply(400, engine_says))
             status, answer = await http.chat(messages=prompt)
-            assert (status, answer["error"]["message"]) == (400, engine_says["error"]["message"])  # to its sender alone
+            assert status == 400
+            assert answer["error"]["message"].endswith(engine_says["error"]["message"])  # to its sender alone
             fake.scripts.append(script(chat(CANARY, role="assistant"), Hang()))
             seen = asyncio.Event()
             streaming = asyncio.create_task(http.stream(job="left", read=seen, messages=prompt))
