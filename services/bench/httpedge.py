@@ -37,8 +37,9 @@ _SPARE_FILES: Final = 100
 
 
 class HttpRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. Times in ms. `late` is, of each token that came, the time since it was due: the first when the request
-    was sent, each other one step of the pace later. `tokens_per_second` is over the time when all streams were open.
+    """One run. Times in ms. `first_token` is from the request to it; `late`, of each token that came, the time since it
+    was due, a step of the pace after the one before, reckoned from where its stream was closest to its pace.
+    `tokens_per_second` is over the time when all streams were open.
 
     `cpu` is the share of one core that each process took, `cpu_us` its CPU time for each token, in microseconds; `rss`
     the gateway's memory before, at its peak and after, in MiB. What the system does not tell is None.
@@ -153,15 +154,16 @@ async def _run(server: str, port: int, plan: StreamPlan, pids: dict[str, int | N
 
 def _lateness(stream: Arrivals, pace: int) -> list[float]:
     """Of each token that came, the seconds since it was due."""
-    late: list[float] = []
+    starts: list[float] = []
     for at, reached in stream.seen:
-        while len(late) < reached:
-            late.append(at - stream.sent_at - len(late) / pace)
-    return late
+        while len(starts) < reached:
+            starts.append(at - len(starts) / pace)
+    earliest = min(starts, default=0.0)
+    return [start - earliest for start in starts]
 
 
 def _is_sustained(stream: Arrivals, pace: int) -> bool:
-    return stream.is_done and _lateness(stream, pace)[-1] <= _LATE_S
+    return stream.is_done and stream.seen[-1][0] - stream.sent_at - (stream.num_tokens - 1) / pace <= _LATE_S
 
 
 def _num_between(stream: Arrivals, begin: float, end: float) -> int:
@@ -206,8 +208,8 @@ def shown_http(result: HttpResult) -> list[RenderableType]:
     notes = (
         "engine: the simulated engine's own HTTP server, alone with the client. gateway: one gateway, with broker, "
         "router, monitor, workers and client on the same machine.",
-        f"Sustained: all tokens came, the last at most {_LATE_S:g} s late. A token is due one step of the pace after "
-        "the one before, the first when its request is sent; added is gateway less engine.",
+        f"Sustained: all tokens came, the last at most {_LATE_S:g} s later than if the first had come at once. Late: "
+        "how much later than its stream's pace a token came; added is gateway less engine.",
         "Where the cores do not suffice, tokens share events and come late; whoever takes a core sets the limit.",
         str(result.machine),
     )
