@@ -105,14 +105,16 @@ def _infer(op: Operation, title: str) -> dict[str, Any]:
     answer, chunk = _ANSWERS[op]
     content: dict[str, Any] = {_JSON: {"schema": _ref(answer)}}
     if chunk is not None:
-        content[_EVENTS] = {"schema": {"type": "string", "description": f"Events whose `data` is a {chunk.__name__}."}}
+        content[_EVENTS] = {"schema": _events(_ref(chunk))}
     return {
         "summary": title,
         "operationId": op,
         "parameters": _request_headers(),
         "requestBody": {
             "required": True,
-            "content": {_JSON: {"schema": {"$ref": _REF.format(name=f"{op.title()}Request")}}},
+            "content": {
+                _JSON: {"schema": {"$ref": _REF.format(name=f"{op.title()}Request")}, "examples": _examples(op)}
+            },
         },
         "responses": {"200": _ok("The answer", content, has_job=True), **_errors(_OF_INFERENCE, has_job=True)},
     }
@@ -128,7 +130,7 @@ def _get(title: str, answer: type, codes: Iterable[str], *parameters: dict[str, 
 
 
 def _follow() -> dict[str, Any]:
-    text = {"type": "string", "description": "The job's events, as in the answer to its request."}
+    chunks = {"anyOf": [_ref(shapes.ChatCompletionChunk), _ref(shapes.Completion), _ref(shapes.Embeddings)]}
     return {
         "summary": "Read the stream of a job, from its begin or from an offset on",
         "parameters": [
@@ -137,7 +139,7 @@ def _follow() -> dict[str, Any]:
             _query("include_usage", {"enum": ["true", "false"]}, "Whether usage comes last."),
         ],
         "responses": {
-            "200": _ok("The stream", {_EVENTS: {"schema": text}}, has_job=True),
+            "200": _ok("The stream", {_EVENTS: {"schema": _events(chunks)}}, has_job=True),
             **_errors((*_OF_JOBS, "stream_gap", "job_failed", "queue_timeout", "deadline_exceeded", "engine_error")),
         },
     }
@@ -215,6 +217,33 @@ def _path(name: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 def _query(name: str, schema: dict[str, Any], text: str) -> dict[str, Any]:
     return {"name": name, "in": "query", "schema": schema, "description": text}
+
+
+def _events(chunk: dict[str, Any]) -> dict[str, Any]:
+    """One event of a stream; after the last chunk, or an error in its place, `data` is `[DONE]`."""
+    told = {
+        "type": "string",
+        "contentMediaType": _JSON,
+        "contentSchema": {"anyOf": [chunk, _ref(ErrorBody)]},
+    }
+    return {
+        "type": "object",
+        "required": ["data"],
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, told]}},
+    }
+
+
+def _examples(op: Operation) -> dict[str, Any]:
+    asked: dict[Operation, dict[str, Any]] = {
+        "chat": {"messages": [{"role": "user", "content": "What is a weir?"}], "max_tokens": 16},
+        "completions": {"prompt": "A weir is", "max_tokens": 16},
+        "embeddings": {"input": ["weir", "sluice"]},
+    }
+    whole = {"model": "smollm2-135m", **asked[op]}
+    if op == "embeddings":
+        return {"whole": {"value": whole}}
+    streamed = {**whole, "stream": True, "stream_options": {"include_usage": True}}
+    return {"whole": {"value": whole}, "streamed": {"value": streamed}}
 
 
 def _ref(shape: type) -> dict[str, Any]:

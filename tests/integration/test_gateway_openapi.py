@@ -50,6 +50,9 @@ def narrowed(document: dict[str, Any]) -> dict[str, Any]:
                 schema["required"].append("stream")
     for methods in document["paths"].values():
         for operation in methods.values():
+            body = operation.get("requestBody", {"content": {"application/json": {}}})["content"]["application/json"]
+            for example in body.get("examples", {}).values():
+                example["value"]["model"] = MODEL
             for parameter in operation.get("parameters", ()):
                 if parameter["in"] == "path":
                     known = {"enum": [{"model": MODEL, "job": JOB}[parameter["name"]]]}
@@ -67,9 +70,9 @@ async def test_no_request_finds_a_500_or_what_is_not_documented(broker_url: str,
         (tmp_path / "schemathesis.toml").write_text(CONFIG)
         argv = (
             "--config-file", "schemathesis.toml", "run", "openapi.json", "--url", url, "--checks", CHECKS,
-            "--seed", SEED, "--max-examples", "20", "--phases", "fuzzing", "--mode", "all",
+            "--seed", SEED, "--max-examples", "20", "--phases", "examples,fuzzing", "--mode", "all",
             "--generation-database", "none", "--suppress-health-check", "all", "--no-color", "--workers", "1",
-            "--max-time", "50",
+            "--max-time", "35",
         )  # fmt: skip
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()", *argv,
