@@ -12,7 +12,7 @@ pip := $(py) -m pip --disable-pip-version-check --quiet --quiet --no-input
 fingerprint := { pwd; find services schemas -type f ! -name '*.pyc' | LC_ALL=C sort; cat pyproject.toml services/__init__.py; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup _setup demo test soak check format plots lock clean
+.PHONY: help setup _setup demo test soak check clients format plots lock clean
 
 help:
 	@echo 'Headrace: LLM requests over NATS JetStream.'
@@ -20,6 +20,7 @@ help:
 	@echo '  make demo     set up, start all parts, ask a real model, kill a worker in mid-answer'
 	@echo '  make test     set up and run every test          (PYTEST_ARGS="-k name -x" chooses)'
 	@echo '  make soak     play random fault schedules for a long time   (SCHEDULES=1000 says how many)'
+	@echo '  make clients  fetch the npm client that some tests need, by npm, and run these tests'
 	@echo '  make check    format, lint, types, import rules, unit and property tests'
 	@echo '  make format   apply the formatter and the fixes of the linter'
 	@echo '  make plots    draw the plots of docs/simulator.md'
@@ -80,6 +81,12 @@ check: setup
 	@echo '==> unit and property tests'
 	@$(py) -m pytest --quiet tests/unit tests/property
 
+# Beyond the lock of the Python packages: these tests are skipped where node and npm, or their registry, are not there.
+clients: setup
+	@command -v npm >/dev/null 2>&1 || { echo 'node 20 or newer and npm are needed' >&2; exit 1; }
+	@cd tests/clients && npm ci --silent --no-audit --no-fund
+	@$(py) -m pytest tests/e2e/test_npm_client.py
+
 format: setup
 	@$(py) -m ruff format .
 	@$(py) -m ruff check --fix .
@@ -96,5 +103,5 @@ lock: setup
 	@echo 'requirements.lock is up to date'
 
 clean:
-	rm -rf .venv .setup.lock build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .setup.lock build dist tests/clients/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,8 @@
 """Small checks of decoded JSON values, made to be combined into tables of parameters.
 
 A check takes a value and where it stands (`messages[0].content`) and returns the refusal, or None when the value
-is fine. Messages name the kind of what was sent, or a number, and never repeat text of the client.
+is fine. Messages name the kind of what was sent, or a number, and never repeat text of the client. Each check carries
+the JSON Schema of what it lets pass, so that what is documented is what is checked.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ __all__ = [
     "Check",
     "anything",
     "boolean",
+    "described",
     "each",
     "fields",
     "integer",
@@ -21,6 +23,8 @@ __all__ = [
     "mapping",
     "number",
     "one_of",
+    "or_null",
+    "schema_of",
     "string",
     "unsupported",
 ]
@@ -28,6 +32,22 @@ __all__ = [
 Check = Callable[[Any, str], Refusal | None]
 
 MAX_PARAM_CHARS: Final = 100
+
+
+def described(**schema: Any) -> Callable[[Check], Check]:
+    """Gives a check the JSON Schema (2020-12) of what it lets pass, as far as a schema can say it."""
+
+    def describe(check: Check) -> Check:
+        vars(check)["schema"] = schema
+        return check
+
+    return describe
+
+
+def schema_of(check: Check) -> dict[str, Any]:
+    """The JSON Schema a check carries; the empty one, which everything fits, where it has none."""
+    schema: dict[str, Any] = vars(check).get("schema", {})
+    return schema
 
 
 def invalid(param: str, problem: str) -> Refusal:
@@ -60,11 +80,13 @@ def anything(value: Any, path: str) -> Refusal | None:
     return None
 
 
+@described(type="boolean")
 def boolean(value: Any, path: str) -> Refusal | None:
     """True or false."""
     return None if isinstance(value, bool) else invalid(path, f"must be true or false, not {kind(value)}")
 
 
+@described(type="object")
 def mapping(value: Any, path: str) -> Refusal | None:
     """Any object."""
     return None if isinstance(value, dict) else invalid(path, f"must be an object, not {kind(value)}")
@@ -73,6 +95,7 @@ def mapping(value: Any, path: str) -> Refusal | None:
 def integer(minimum: int, maximum: int) -> Check:
     """A whole number in the closed range; true, false and 1.0 are none."""
 
+    @described(type="integer", minimum=minimum, maximum=maximum)
     def check(value: Any, path: str) -> Refusal | None:
         if type(value) is int and minimum <= value <= maximum:
             return None
@@ -84,6 +107,7 @@ def integer(minimum: int, maximum: int) -> Check:
 def number(minimum: float, maximum: float) -> Check:
     """A number in the closed range; true and false are none."""
 
+    @described(type="number", minimum=minimum, maximum=maximum)
     def check(value: Any, path: str) -> Refusal | None:
         if type(value) in (int, float) and minimum <= value <= maximum:
             return None
@@ -95,6 +119,7 @@ def number(minimum: float, maximum: float) -> Check:
 def string(*, min_chars: int = 0, max_chars: int | None = None) -> Check:
     """A string of bounded length in characters."""
 
+    @described(type="string", minLength=min_chars, **({} if max_chars is None else {"maxLength": max_chars}))
     def check(value: Any, path: str) -> Refusal | None:
         if not isinstance(value, str):
             return invalid(path, f"must be a string, not {kind(value)}")
@@ -111,6 +136,7 @@ def one_of(*allowed: str) -> Check:
     """One of a few strings."""
     words = ", ".join(f"'{word}'" for word in allowed)
 
+    @described(enum=list(allowed))
     def check(value: Any, path: str) -> Refusal | None:
         if isinstance(value, str) and value in allowed:
             return None
@@ -123,6 +149,12 @@ def one_of(*allowed: str) -> Check:
 def each(check_item: Check, *, min_items: int = 0, max_items: int | None = None) -> Check:
     """An array whose items all pass; the first that does not is named by its index."""
 
+    @described(
+        type="array",
+        items=schema_of(check_item),
+        minItems=min_items,
+        **({} if max_items is None else {"maxItems": max_items}),
+    )
     def check(value: Any, path: str) -> Refusal | None:
         if not isinstance(value, list):
             return invalid(path, f"must be an array, not {kind(value)}")
@@ -142,6 +174,7 @@ def fields(required: Mapping[str, Check], optional: Mapping[str, Check] | None =
     """An object with these fields; null counts as absent, other fields are left alone."""
     optional = optional or {}
 
+    @described(**_object_schema(required, optional))
     def check(value: Any, path: str) -> Refusal | None:
         if not isinstance(value, dict):
             return invalid(path, f"must be an object, not {kind(value)}")
@@ -156,3 +189,14 @@ def fields(required: Mapping[str, Check], optional: Mapping[str, Check] | None =
         return None
 
     return check
+
+
+def _object_schema(required: Mapping[str, Check], optional: Mapping[str, Check]) -> dict[str, Any]:
+    properties = {name: schema_of(check) for name, check in required.items()}
+    properties |= {name: or_null(schema_of(check)) for name, check in optional.items()}
+    return {"type": "object", "properties": properties, **({"required": list(required)} if required else {})}
+
+
+def or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of what may be null too, which counts as absent."""
+    return {"anyOf": [schema, {"type": "null"}]} if schema else {}

@@ -15,6 +15,7 @@ from headrace.schemas.json_checks import (
     Check,
     anything,
     boolean,
+    described,
     each,
     fields,
     integer,
@@ -23,12 +24,14 @@ from headrace.schemas.json_checks import (
     mapping,
     number,
     one_of,
+    or_null,
+    schema_of,
     string,
     unsupported,
 )
 from headrace.schemas.refusals import Refusal
 
-__all__ = ["OURS", "REFUSED", "check_parameters"]
+__all__ = ["OURS", "REFUSED", "body_schema", "check_parameters"]
 
 MAX_TOKENS: Final = 2**31 - 1
 MAX_STOPS: Final = 16
@@ -82,42 +85,68 @@ dropped.
 """
 
 
+_ONE_STOP: Final = string(min_chars=1, max_chars=MAX_STOP_CHARS)
+_STOPS: Final = each(_ONE_STOP, max_items=MAX_STOPS)
+
+
+@described(anyOf=[schema_of(_ONE_STOP), schema_of(_STOPS)])
 def _check_stop(value: Any, path: str) -> Refusal | None:
-    one = string(min_chars=1, max_chars=MAX_STOP_CHARS)
-    return one(value, path) if isinstance(value, str) else each(one, max_items=MAX_STOPS)(value, path)
+    return _ONE_STOP(value, path) if isinstance(value, str) else _STOPS(value, path)
 
 
+_BIAS: Final = number(-100, 100)
+
+
+@described(
+    type="object",
+    propertyNames={"pattern": "^[0-9]{1,10}$"},
+    additionalProperties=schema_of(_BIAS),
+    maxProperties=MAX_LOGIT_BIASES,
+)
 def _check_logit_bias(value: Any, path: str) -> Refusal | None:
     if refusal := mapping(value, path):
         return refusal
     if len(value) > MAX_LOGIT_BIASES:
         return invalid(path, f"must have at most {MAX_LOGIT_BIASES} entries, not {len(value)}")
-    in_range = number(-100, 100)
     for token, bias in value.items():
         if not (token.isascii() and token.isdecimal() and len(token) <= 10):
             return invalid(path, "must have token ids as keys")
-        if refusal := in_range(bias, f"{path}.{token}"):
+        if refusal := _BIAS(bias, f"{path}.{token}"):
             return refusal
     return None
 
 
+_FORMAT: Final = fields({"type": one_of("text", "json_object", "json_schema", "structural_tag")})
+_JSON_SCHEMA_FORMAT: Final = fields({"type": one_of("json_schema"), "json_schema": mapping})
+_OTHER_FORMAT: Final = fields({"type": one_of("text", "json_object", "structural_tag")})
+
+
+@described(anyOf=[schema_of(_JSON_SCHEMA_FORMAT), schema_of(_OTHER_FORMAT)])
 def _check_response_format(value: Any, path: str) -> Refusal | None:
-    if refusal := fields({"type": one_of("text", "json_object", "json_schema", "structural_tag")})(value, path):
+    if refusal := _FORMAT(value, path):
         return refusal
-    return fields({"json_schema": mapping})(value, path) if value["type"] == "json_schema" else None
+    return _JSON_SCHEMA_FORMAT(value, path) if value["type"] == "json_schema" else None
 
 
 _CHECK_NAMED: Final = fields({"name": string(min_chars=1, max_chars=256)}, {"parameters": mapping})
 
 
+_CHOICE_WORDS: Final = one_of("none", "auto", "required")
+_CHOSEN_TOOL: Final = fields({"type": one_of("function"), "function": _CHECK_NAMED})
+_CALL_WORDS: Final = one_of("none", "auto")
+
+
+@described(anyOf=[schema_of(_CHOICE_WORDS), schema_of(_CHOSEN_TOOL)])
 def _check_tool_choice(value: Any, path: str) -> Refusal | None:
-    if isinstance(value, str):
-        return one_of("none", "auto", "required")(value, path)
-    return fields({"type": one_of("function"), "function": _CHECK_NAMED})(value, path)
+    return _CHOICE_WORDS(value, path) if isinstance(value, str) else _CHOSEN_TOOL(value, path)
 
 
+@described(anyOf=[schema_of(_CALL_WORDS), schema_of(_CHECK_NAMED)])
 def _check_function_call(value: Any, path: str) -> Refusal | None:
-    return one_of("none", "auto")(value, path) if isinstance(value, str) else _CHECK_NAMED(value, path)
+    return _CALL_WORDS(value, path) if isinstance(value, str) else _CHECK_NAMED(value, path)
+
+
+_TOKENS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKENS}, "minItems": 1}
 
 
 def _check_tokens(value: list[Any], path: str) -> Refusal | None:
@@ -126,6 +155,13 @@ def _check_tokens(value: list[Any], path: str) -> Refusal | None:
     return invalid(path, "must be an array of token ids, all of them integers from 0")
 
 
+@described(
+    anyOf=[
+        {"type": "string"},
+        _TOKENS,
+        {"type": "array", "items": {"anyOf": [{"type": "string"}, _TOKENS]}, "minItems": 1, "maxItems": 1},
+    ]
+)
 def _check_prompt(value: Any, path: str) -> Refusal | None:
     if isinstance(value, str):
         return None
@@ -140,17 +176,24 @@ def _check_prompt(value: Any, path: str) -> Refusal | None:
     return None if isinstance(value[0], str) else _check_tokens(value[0], f"{path}[0]")
 
 
+_INPUT_TEXT: Final = string(min_chars=1)
+
+
+@described(anyOf=[schema_of(_INPUT_TEXT), _TOKENS])
+def _check_one_input(item: Any, path: str) -> Refusal | None:
+    return _check_tokens(item, path) if isinstance(item, list) else _INPUT_TEXT(item, path)
+
+
+_INPUTS: Final = each(_check_one_input, min_items=1, max_items=MAX_EMBEDDING_INPUTS)
+
+
+@described(anyOf=[schema_of(_INPUT_TEXT), _TOKENS, schema_of(_INPUTS)])
 def _check_input(value: Any, path: str) -> Refusal | None:
-    text = string(min_chars=1)
     if isinstance(value, str):
-        return text(value, path)
+        return _INPUT_TEXT(value, path)
     if isinstance(value, list) and value and not isinstance(value[0], str | list):
         return _check_tokens(value, path)
-
-    def text_or_tokens(item: Any, item_path: str) -> Refusal | None:
-        return _check_tokens(item, item_path) if isinstance(item, list) else text(item, item_path)
-
-    return each(text_or_tokens, min_items=1, max_items=MAX_EMBEDDING_INPUTS)(value, path)
+    return _INPUTS(value, path)
 
 
 _GENERATION: Final[Mapping[str, Check]] = {
@@ -205,6 +248,20 @@ _CHECKS: Final[Mapping[str, Mapping[str, Check]]] = {
 }
 
 _REQUIRED: Final = {"chat": "messages", "completions": "prompt", "embeddings": "input"}
+
+
+def body_schema(op: str, *, max_n: int) -> dict[str, Any]:
+    """The JSON Schema of a body. What parameters must hold among each other it does not say; see `check_parameters`."""
+    checks = {**_CHECKS[op], **({} if op == "embeddings" else {"n": integer(1, max_n)})}
+    required = _REQUIRED[op]
+    return {
+        "type": "object",
+        "required": ["model", required],
+        "properties": {
+            name: schema_of(check) if name in ("model", required) else or_null(schema_of(check))
+            for name, check in checks.items()
+        },
+    }
 
 
 def check_parameters(op: str, body: dict[str, Any], *, max_n: int) -> Refusal | None:

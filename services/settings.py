@@ -4,6 +4,7 @@ What is unknown or out of range stops the start.
 """
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ __all__ = ["ENV_PREFIX", "Settings", "default_state_dir", "describe", "load"]
 
 ENV_PREFIX: Final = "HEADRACE_"
 _CONFIG_VARIABLE: Final = "HEADRACE_CONFIG"
+_ORIGIN: Final = re.compile(r"https?://(?:[a-z0-9.-]+|\[[0-9a-f:]+\])(?::[0-9]{1,5})?")
 _URL_SCHEMES: Final = ("nats://", "tls://", "ws://", "wss://")
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
@@ -63,6 +65,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     broker_port: Port = 4222
     http_host: str = "127.0.0.1"
     http_port: Port = 8080
+    http_origins: str = ""
     monitor_port: Port = 8081
     log_level: str = "info"
 
@@ -87,8 +90,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for key, limit in (("queue_timeout_s", "max_queue_timeout_s"), ("deadline_s", "max_deadline_s")):
             if getattr(self, key) > getattr(self, limit):
                 raise ConfigError(f"{key} is {getattr(self, key)}; allowed: at most {limit} ({getattr(self, limit)})")
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"http_origins has {origin[:80]!r}; allowed: origins as browsers send them, such as "
+                    "https://chat.example.com, with commas between them, or * for every web page"
+                )
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigError(f"log_level is {self.log_level!r}; allowed: debug, info, warning, error")
+
+    @property
+    def allowed_origins(self) -> frozenset[str]:
+        """The origins of web pages that may use the gateway: `http_origins` taken apart."""
+        return frozenset(origin for part in self.http_origins.split(",") if (origin := part.strip().lower()))
 
 
 def load(flags: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] | None = None) -> Settings:

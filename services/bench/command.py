@@ -7,6 +7,8 @@ from rich.console import RenderableType
 from headrace.bench.dispatch import measure_dispatch, shown_dispatch
 from headrace.bench.failover import KINDS, measure_failover, shown_failover
 from headrace.bench.ground import measure
+from headrace.bench.httpedge import measure_http, shown_http
+from headrace.bench.httpload import StreamPlan
 from headrace.bench.relay import measure_relay, shown_relay
 from headrace.bench.simulate import simulate_command
 from headrace.cli.options import with_settings
@@ -124,6 +126,28 @@ def relay(settings: Settings, streams: int, tokens: int, pace: int, rounds: int,
         )
     )
     _show(result, shown_relay(result), as_json=as_json)
+
+
+@bench.command()
+@click.option("--streams", type=click.IntRange(1, 4000), default=1000, show_default=True, help="Streams at once.")
+@click.option("--pace", type=click.IntRange(1, 1000), default=20, show_default=True, help="Tokens per second of each.")
+@click.option("--rate", type=click.IntRange(1, 2000), default=200, show_default=True, help="Streams opened a second.")
+@click.option(
+    "--seconds", type=click.FloatRange(0.5, 60), default=10.0, show_default=True, help="Time with all streams open."
+)
+@click.option("--workers", type=click.IntRange(1, 16), default=2, show_default=True, help="Worker processes.")
+@_json
+@with_settings
+def http(settings: Settings, streams: int, pace: int, rate: int, seconds: float, workers: int, as_json: bool) -> None:
+    """Many slow streams through one gateway, next to the same load on the engine's own HTTP server.
+
+    The simulated engine makes tokens at a steady pace for each stream; counted is how late each token is at the
+    client, and how many streams came to their end in time. What has not come some seconds after it was due is given
+    up. The first run has the engine alone on the machine, the second everything that a deployment is made of.
+    """
+    plan = StreamPlan(num_streams=streams, pace=pace, rate=rate, seconds=seconds)
+    result = measure(lambda progress: measure_http(settings, progress, plan=plan, num_workers=workers))
+    _show(result, shown_http(result), as_json=as_json)
 
 
 bench.add_command(simulate_command)

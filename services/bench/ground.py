@@ -84,20 +84,22 @@ async def ground(
     num_workers: int = 1,
     max_concurrency: int = 64,
     has_notices: bool = True,
+    http_port: int | None = None,
 ) -> AsyncIterator[Ground]:
     """A deployment with the simulated engine on a broker and a directory of its own; all of it is gone at the end.
 
-    Settings from the environment apply to its parts. Where it fails, the last lines of its parts are printed.
+    With `http_port` it has a gateway there. Settings from the environment apply to its parts. Where it fails, the last
+    lines of its parts are printed.
     """
     plan = Plan(
         model=MODEL, engine="sim", num_workers=num_workers, max_concurrency=max_concurrency, options=options,
-        has_notices=has_notices,
+        has_notices=has_notices, http_port=http_port,
     )  # fmt: skip
     lines: deque[str] = deque(maxlen=_NUM_KEPT_LINES)
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as state_dir:
         own = msgspec.structs.replace(
             settings, nats_url=None, nats_system_url=None, state_dir=state_dir, broker_port=0, worker_id=None,
-            log_level="warning",
+            log_level="warning", http_host="127.0.0.1",
         )  # fmt: skip
         try:
             async with running_stack(

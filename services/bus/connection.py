@@ -13,11 +13,12 @@ import msgspec
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.errors import ConnectionClosedError, NoRespondersError, SlowConsumerError
 from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError, SlowConsumerError
 from nats.errors import TimeoutError as NatsTimeoutError
 
 from headrace.bus.clock import BrokerClock
+from headrace.bus.inbox import Inbox, give_inbox
 from headrace.bus.steady import SteadyClient, honouring_cancel
 from headrace.errors import BrokerUnavailableError, BrokerUnsuitableError, NotProvisionedError
 from headrace.schemas.subjects import SERVICE_INBOX_PREFIX, Names
@@ -283,7 +284,7 @@ class Bus:
         Raises BrokerUnavailableError on a closed connection.
         """
         try:
-            return await self.nc.subscribe(
+            subscription = await self.nc.subscribe(
                 subject,
                 queue=queue,
                 cb=cb,
@@ -292,23 +293,25 @@ class Bus:
             )
         except (NatsError, OSError) as error:
             raise BrokerUnavailableError(f"cannot subscribe to {subject}: {error or type(error).__name__}") from None
+        if cb is None:
+            give_inbox(subscription)
+        return subscription
 
     async def next_message(self, subscription: Subscription, timeout_s: float) -> Msg | None:
-        """The next message of a subscription without a callback; None if none came in time.
+        """The next message of a subscription without a callback, for one reader at a time; None if none came in time.
 
-        One that is there already is taken without a turn of the loop: nats-py's own call makes two tasks for each,
-        and many messages that came together would each wait behind all other work of the process.
+        One that is there already is taken without a turn of the loop: many messages that came together would each
+        wait behind all other work of the process.
         """
-        if self.nc.is_closed:
+        inbox = subscription._pending_queue
+        assert isinstance(inbox, Inbox)
+        if self.nc.is_closed or (inbox.empty() and not await inbox.wait(timeout_s) and inbox.is_closed):
             raise BrokerUnavailableError(f"{subscription.subject}: the connection is closed")
-        queue = subscription._pending_queue
-        try:
-            message = queue.get_nowait() if not queue.empty() else await _waited_for(subscription, timeout_s)
-        except NatsError as error:
-            raise BrokerUnavailableError(f"{subscription.subject}: {error or type(error).__name__}") from None
-        if message is not None:
-            subscription._pending_size -= len(message.data)
-            queue.task_done()
+        if inbox.empty():
+            return None
+        message = inbox.get_nowait()
+        subscription._pending_size -= len(message.data)
+        inbox.task_done()
         return message
 
     def has_message(self, subscription: Subscription) -> bool:
@@ -331,21 +334,6 @@ async def keep_clock(bus: Bus) -> None:
     while True:
         await asyncio.sleep(_CLOCK_EVERY_S)
         await bus.sync_clock()
-
-
-async def _waited_for(subscription: Subscription, timeout_s: float) -> Msg | None:
-    """What comes next into an empty subscription, or None. Raises ConnectionClosedError once the client is closed."""
-    getting = asyncio.ensure_future(subscription._pending_queue.get())
-    waiting = subscription._pending_next_msgs_calls  # closing the client cancels what is in here
-    waiting[str(id(getting))] = getting
-    try:
-        await asyncio.wait((getting,), timeout=max(timeout_s, 0.001))
-        if getting.cancelled():
-            raise ConnectionClosedError
-        return getting.result() if getting.done() else None
-    finally:
-        waiting.pop(str(id(getting)), None)
-        getting.cancel()
 
 
 @contextlib.asynccontextmanager

@@ -143,7 +143,8 @@ class JobStream:
                 if submission is not None:
                     yield await self._submit(subscription, submission, span)
                 async for event in self._follow(subscription):
-                    async for seen in self._see(event, span):
+                    seen = self._see(event, span)
+                    if seen is not None:
                         yield seen
                     if event.is_terminal:
                         return
@@ -328,9 +329,10 @@ class JobStream:
             data=msgspec.json.encode(chunk),
         )
 
-    async def _see(self, event: Event, span: Span) -> AsyncIterator[StreamEvent]:
+    def _see(self, event: Event, span: Span) -> StreamEvent | None:
+        """What the reader is given of an event, if anything. Raises what the stream raises for a bad end."""
         if event.kind == "accepted" and self._accepted is not None:
-            return  # the router said so already
+            return None  # the router said so already
         if event.kind in ("failed", "expired", "cancelled"):
             raise _bad_end(event)
         seen = from_event(event)
@@ -339,7 +341,7 @@ class JobStream:
             if self._ttft_s is None:
                 self._ttft_s = time.monotonic() - self._started_at
             if event.offset < self._after:
-                return
+                return None
         if isinstance(seen, Done):
             span.set(
                 inference_result(
@@ -349,8 +351,7 @@ class JobStream:
                     ttft_s=self._ttft_s,
                 )
             )
-        if seen is not None:
-            yield seen
+        return seen
 
     def _gap(self) -> StreamGapError:
         refusal = Refusal(

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
 from typing import Final
 
 from starlette.responses import Response
@@ -48,6 +47,7 @@ class EventStream(Response):
         self._stream = stream
         self._open = open_requests
         self._first = first
+        self._events = aiter(stream)
         self._frames = frames
         self._is_queued = True
         self._sent_at = time.monotonic()
@@ -83,22 +83,33 @@ class EventStream(Response):
                 commenting.cancel()
 
     async def _write_events(self, send: Send) -> bytes:
-        async for event in _with_first(self._first, self._stream):
-            if isinstance(event, Delta):
-                self._is_queued = False
-                frame = self._frames.delta(event)
-                if frame is None:
-                    return self._flushed(error_frames(_GAP))
-                await self._send_together(send, frame)
-            elif isinstance(event, Done):
-                return self._flushed(self._frames.end(event) or error_frames(_GAP))
-            elif isinstance(event, Accepted | Requeued):
-                self._is_queued = True
-                if isinstance(event, Accepted) and event.position:
-                    await self._send(send, waiting_comment(event.position, event.eta_s))
-            elif isinstance(event, Started):
-                self._is_queued = False
-        raise RequestError(Refusal(code="internal", message="the stream ended without an end"), job=self._stream.job)
+        last = await self._write_event(send, self._first)
+        while last is None:
+            try:
+                event = await anext(self._events)
+            except StopAsyncIteration:
+                refusal = Refusal(code="internal", message="the stream ended without an end")
+                raise RequestError(refusal, job=self._stream.job) from None
+            last = await self._write_event(send, event)
+        return last
+
+    async def _write_event(self, send: Send, event: StreamEvent) -> bytes | None:
+        """Write what an event has for the reader; the last frames where it is the end."""
+        if isinstance(event, Delta):
+            self._is_queued = False
+            frame = self._frames.delta(event)
+            if frame is None:
+                return self._flushed(error_frames(_GAP))
+            await self._send_together(send, frame)
+        elif isinstance(event, Done):
+            return self._flushed(self._frames.end(event) or error_frames(_GAP))
+        elif isinstance(event, Accepted | Requeued):
+            self._is_queued = True
+            if isinstance(event, Accepted) and event.position:
+                await self._send(send, waiting_comment(event.position, event.eta_s))
+        elif isinstance(event, Started):
+            self._is_queued = False
+        return None
 
     async def _send_together(self, send: Send, frame: bytes) -> None:
         """Send a chunk, with those that are here already: a stream that is behind costs a call for many of them.
@@ -179,12 +190,6 @@ _GAP: Final = Refusal(
     code="stream_gap",
     message="Tokens after this offset are gone from the job's log. Read the stream from 0: the whole answer is there.",
 )
-
-
-async def _with_first(first: StreamEvent, stream: JobStream) -> AsyncIterator[StreamEvent]:
-    yield first
-    async for event in stream:
-        yield event
 
 
 async def _done(stream: JobStream) -> Done:

@@ -2,6 +2,7 @@
 
 import re
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from starlette.applications import Starlette
@@ -19,6 +20,8 @@ from headrace.gateway.health import Health
 from headrace.gateway.inference import Inference
 from headrace.gateway.jobs import Jobs
 from headrace.gateway.models import Models
+from headrace.gateway.openapi import OpenApi
+from headrace.gateway.origins import Origins
 from headrace.gateway.tenants import Tenants
 from headrace.gateway.watching import OpenRequests
 from headrace.schemas.openai import Operation
@@ -29,8 +32,8 @@ _REQUEST_ID: Final = b"x-request-id"
 _GOOD_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}\Z")
 
 
-def make_app(bus: Bus, view: ConfigView, open_requests: OpenRequests) -> ASGIApp:
-    """The application: OpenAI's API, jobs, probes."""
+def make_app(bus: Bus, view: ConfigView, open_requests: OpenRequests, *, is_loopback: bool = True) -> ASGIApp:
+    """The application: OpenAI's API, jobs, probes. `is_loopback`: it is reached by this machine alone."""
     inference, jobs = Inference(bus, open_requests), Jobs(bus, open_requests)
     models, health = Models(bus, view), Health(bus, view)
 
@@ -40,15 +43,21 @@ def make_app(bus: Bus, view: ConfigView, open_requests: OpenRequests) -> ASGIApp
 
         return answer
 
+    def by_method(**answers: Callable[[Request], Awaitable[Response]]) -> Any:
+        async def answer(request: Request) -> Response:  # one route, so that a 405 names all methods of the URL
+            return await answers.get(request.method, answers["GET"])(request)
+
+        return answer
+
     routes = [
         Route("/v1/chat/completions", infer("chat"), methods=["POST"]),
         Route("/v1/completions", infer("completions"), methods=["POST"]),
         Route("/v1/embeddings", infer("embeddings"), methods=["POST"]),
         Route("/v1/models", models.list, methods=["GET"]),
         Route("/v1/models/{model:path}", models.show, methods=["GET"]),
-        Route("/v1/jobs/{job}", jobs.show, methods=["GET"]),
-        Route("/v1/jobs/{job}", jobs.cancel, methods=["DELETE"]),
+        Route("/v1/jobs/{job}", by_method(GET=jobs.show, DELETE=jobs.cancel), methods=["GET", "DELETE"]),
         Route("/v1/jobs/{job}/stream", jobs.stream, methods=["GET"]),
+        Route("/openapi.json", OpenApi().show, methods=["GET"]),
         Route("/healthz", health.live, methods=["GET"]),
         Route("/readyz", health.ready, methods=["GET"]),
     ]
@@ -58,19 +67,20 @@ def make_app(bus: Bus, view: ConfigView, open_requests: OpenRequests) -> ASGIApp
         HTTPException: _on_no_route,
         ClientDisconnect: _on_disconnect,
     }
-    return _Edge(Starlette(routes=routes, exception_handlers=handlers), open_requests, Tenants(view))
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    doors = _Doors(app, open_requests, Tenants(view))
+    # A browser asks whether a page may send a key before it sends one.
+    return _Named(Origins(doors, allowed=bus.settings.allowed_origins, is_loopback=is_loopback))
 
 
-class _Edge:
-    """Around every request: its id goes back with the answer. Below /v1/ its key is checked, and what is open counted.
+class _Named:
+    """Around every request: its id goes back with the answer.
 
     A client's own id is echoed where it is short and plain, else one is made up; it names nothing anywhere else.
     """
 
-    def __init__(self, app: ASGIApp, open_requests: OpenRequests, tenants: Tenants) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._open = open_requests
-        self._tenants = tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = next((value for name, value in scope["headers"] if name == _REQUEST_ID), b"")
@@ -82,15 +92,27 @@ class _Edge:
                 message = {**message, "headers": [*message["headers"], (_REQUEST_ID, request_id)]}
             await send(message)
 
+        await self._app(scope, receive, send_with_id)
+
+
+class _Doors:
+    """Below /v1/ the key of a request is checked, and what is open counted."""
+
+    def __init__(self, app: ASGIApp, open_requests: OpenRequests, tenants: Tenants) -> None:
+        self._app = app
+        self._open = open_requests
+        self._tenants = tenants
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not scope["path"].startswith("/v1/"):
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive, send)
             return
         try:
             self._tenants.authenticate(scope)
             with self._open:
-                await self._app(scope, receive, send_with_id)
+                await self._app(scope, receive, send)
         except (RequestError, BrokerUnavailableError) as error:
-            await as_response(refusal_of(error))(scope, receive, send_with_id)
+            await as_response(refusal_of(error))(scope, receive, send)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -98,7 +120,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_no_route(request: Request, error: HTTPException) -> Response:
-    return no_such_url(error.status_code)
+    return no_such_url(error.status_code, error.headers)
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:

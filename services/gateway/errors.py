@@ -1,7 +1,8 @@
 """How a refusal looks over HTTP: status, headers and OpenAI's error form; and as a frame of a stream."""
 
 import re
-from typing import Final
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 
 import msgspec
 from starlette.responses import Response
@@ -9,9 +10,23 @@ from starlette.responses import Response
 from headrace.errors import BrokerError, HeadraceError, RequestError
 from headrace.schemas.refusals import ErrorBody, ErrorDetail, Refusal
 
-__all__ = ["as_response", "error_body", "http_refusal", "no_such_url", "refusal_of"]
+__all__ = [
+    "METHOD_NOT_ALLOWED",
+    "ORIGIN_NOT_ALLOWED",
+    "RETRY_STATUS",
+    "UNKNOWN_URL",
+    "EdgeError",
+    "as_response",
+    "edge_error",
+    "error_body",
+    "http_refusal",
+    "no_such_url",
+    "refusal_of",
+]
 
-_RETRY_STATUS: Final = (429, 503)
+RETRY_STATUS: Final = (429, 503)
+"""With these comes the time to wait before sending the request again."""
+
 _WIRE_HEADER: Final = re.compile(r"(?<![\w-])Headrace-")
 _JSON: Final = "application/json"
 
@@ -41,7 +56,7 @@ def as_response(refusal: Refusal) -> Response:
     """
     status = refusal.info.status
     headers = {"x-should-retry": "true" if refusal.info.is_retryable else "false"}
-    if status in _RETRY_STATUS:
+    if status in RETRY_STATUS:
         headers["retry-after"] = str(max(1, refusal.retry_after_s or 1))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -53,10 +68,37 @@ def error_body(refusal: Refusal) -> bytes:
     return msgspec.json.encode(refusal.body())
 
 
-def no_such_url(status: int) -> Response:
-    """For a path (404) or a method (405) that is not served: two answers that only HTTP has."""
-    code, message = ("unknown_url", "There is nothing at this URL.")
-    if status == 405:
-        code, message = ("method_not_allowed", "This URL does not take this method.")
-    detail = ErrorDetail(message=message, type="invalid_request_error", code=code)
-    return Response(msgspec.json.encode(ErrorBody(error=detail)), status_code=status, media_type=_JSON)
+class EdgeError(NamedTuple):
+    """An answer that only HTTP has; over NATS nothing corresponds to it."""
+
+    status: int
+    code: str
+    type: str
+    message: str
+
+
+UNKNOWN_URL: Final = EdgeError(404, "unknown_url", "invalid_request_error", "There is nothing at this URL.")
+METHOD_NOT_ALLOWED: Final = EdgeError(
+    405, "method_not_allowed", "invalid_request_error", "This URL does not take this method."
+)
+ORIGIN_NOT_ALLOWED: Final = EdgeError(
+    403,
+    "origin_not_allowed",
+    "permission_error",
+    "Web pages, and requests under another name of this host, are let in only where HEADRACE_HTTP_ORIGINS names them.",
+)
+
+
+def edge_error(error: EdgeError) -> Response:
+    """One of these answers. Sending the same request again cannot help."""
+    detail = ErrorDetail(message=error.message, type=error.type, code=error.code)
+    headers = {"x-should-retry": "false"}
+    body = msgspec.json.encode(ErrorBody(error=detail))
+    return Response(body, status_code=error.status, headers=headers, media_type=_JSON)
+
+
+def no_such_url(status: int, headers: Mapping[str, str] | None = None) -> Response:
+    """For a path (404) or a method (405) that is not served; `headers` go with it (405 must say what is allowed)."""
+    response = edge_error(METHOD_NOT_ALLOWED if status == METHOD_NOT_ALLOWED.status else UNKNOWN_URL)
+    response.headers.update(headers or {})
+    return response

@@ -10,7 +10,7 @@ from headrace.bus.provision import ensure_provisioned
 from headrace.bus.services import answering
 from headrace.errors import BrokerUnavailableError
 from headrace.gateway.app import make_app
-from headrace.gateway.lifecycle import allow_many_connections, listening, serve, url_of
+from headrace.gateway.lifecycle import allow_many_connections, is_loopback, listening, serve, url_of
 from headrace.gateway.watching import OpenRequests
 from headrace.lifecycle import unless_stopped
 
@@ -43,7 +43,7 @@ async def run_gateway(bus: Bus, *, stop: asyncio.Event) -> None:
         ):
             log.info("listening on %s", url_of(bound))
             await serve(
-                make_app(bus, view, open_requests),
+                make_app(bus, view, open_requests, is_loopback=is_loopback(bound)),
                 bound,
                 stop=stop,
                 closed=bus.closed,

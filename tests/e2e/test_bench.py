@@ -90,6 +90,19 @@ async def test_relay_is_measured_beside_plain_nats(tmp_path: Path) -> None:
     assert result["runs"][-1]["per_second"] <= 4 * 20 * 1.5
 
 
+async def test_the_http_edge_is_measured_beside_the_engines_own_server(tmp_path: Path) -> None:
+    result = await result_of(
+        tmp_path, "http", "--streams", "6", "--rate", "20", "--seconds", "1", "--pace", "10", "--workers", "1"
+    )
+    for run in (result["engine"], result["gateway"]):
+        assert run["num_sustained"] == run["num_streams"] == 6
+        assert run["num_tokens"] == run["num_asked"] == run["late"]["n"]
+        assert run["first_token"]["n"] == 6
+        assert 0 < run["tokens_per_second"] <= 6 * 10 * 1.5
+        assert run["late"]["min"] == 0
+    assert {"gateway", "worker", "broker", "router", "client"} <= set(result["gateway"]["cpu_us"])
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 async def test_ctrl_c_stops_everything_that_was_started(tmp_path: Path) -> None:
     process = await start(tmp_path, "failover", "--kind", "hang")

@@ -185,7 +185,7 @@ async def test_a_client_that_reads_nothing_for_long_gets_it_all_and_holds_nobody
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.setblocking(False)
             await loop.sock_connect(connection, ("127.0.0.1", int(gateway.url.rpartition(":")[2])))
-            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Headrace-Id: slow\r\n"
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Headrace-Id: slow\r\n"
             await loop.sock_sendall(connection, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             prompts = [f"beside {number}" for number in range(10)]
             texts = await asyncio.gather(*map(read, prompts))

@@ -3,11 +3,13 @@
 import json
 from typing import Any
 
+import jsonschema_rs
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.schemas.openai import OPERATIONS, InferenceRequest, Operation, RequestLimits, parse_request
+from headrace.schemas.openai_params import body_schema
 from headrace.schemas.refusals import CODES, Refusal
 
 LIMITS = RequestLimits(max_body_bytes=20_000)
@@ -51,6 +53,10 @@ VALID: dict[str, dict[str, Any]] = {
     "embeddings": {"input": [[1, 2], [3]], "encoding_format": "float", "dimensions": 8, "stream": False, "stop": ["x"]},
 }
 
+DESCRIBED = {op: jsonschema_rs.Draft202012Validator(body_schema(op, max_n=LIMITS.max_n)) for op in OPERATIONS}
+
+NEED_OTHERS = {"stream_options", "best_of", "tool_choice", "function_call", "top_logprobs"}
+
 operations: st.SearchStrategy[Any] = st.sampled_from(OPERATIONS)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
@@ -87,6 +93,7 @@ def check_total(op: Operation, data: bytes) -> InferenceRequest | Refusal:
     assert result.num_prompt_tokens_bound >= 1
     assert isinstance(result.max_tokens, int | None)
     json.dumps(result.body, allow_nan=False)
+    assert DESCRIBED[op].is_valid({**json.loads(data), "model": "m"})
     again = parse_request(op, msgspec.json.encode(result.body), limits=LIMITS)
     assert isinstance(again, InferenceRequest)
     assert again.body == result.body
@@ -110,6 +117,18 @@ def test_any_value_in_any_place(op: Operation, data: st.DataObject) -> None:
     body = VALID[op]
     place = data.draw(st.sampled_from(places(body)))
     check_total(op, json.dumps(replaced(body, place, data.draw(json_values))).encode())
+
+
+@settings(max_examples=150, deadline=None)
+@given(op=st.sampled_from(["chat", "completions"]), data=st.data())
+def test_one_parameter_that_does_not_fit_its_schema_is_refused_and_one_that_fits_is_not(
+    op: Operation, data: st.DataObject
+) -> None:
+    body = {name: value for name, value in VALID[op].items() if name in ("messages", "prompt")}
+    name = data.draw(st.sampled_from(sorted(set(body_schema(op, max_n=16)["properties"]) - NEED_OTHERS - {"model"})))
+    changed = {**body, name: data.draw(json_values)}
+    result = check_total(op, json.dumps(changed).encode())
+    assert isinstance(result, InferenceRequest) == DESCRIBED[op].is_valid({**changed, "model": "m"})
 
 
 @settings(max_examples=100, deadline=None)

@@ -12,6 +12,8 @@ from headrace.bench.dispatch import DispatchPhase, DispatchResult, shown_dispatc
 from headrace.bench.failover import FailoverKind, FailoverResult, shown_failover
 from headrace.bench.figures import Distribution, distribution, in_ms, middle
 from headrace.bench.ground import Machine, machine
+from headrace.bench.httpedge import HttpResult, HttpRun, _is_sustained, _lateness, shown_http
+from headrace.bench.httpload import Arrivals, StreamPlan
 from headrace.bench.relay import RelayResult, RelayRun, shown_relay
 from headrace.bench.tables import distributions, figure
 from headrace.bench.usage import Usage, cpu_seconds, usage
@@ -198,3 +200,55 @@ def test_relay_shows_medians_and_ranges_of_each_kind() -> None:
     assert lines["1 stream, flat out"][4:9] == ["200", "100", "–", "300", "2.5"]
     assert "8 streams, 50 tokens/s each" in lines
     assert "Medians of 3 run(s)" in text
+
+
+def arrivals(*pieces: bytes, num_tokens: int) -> Arrivals:
+    stream = Arrivals(b"", num_tokens)
+    for piece in (b"HTTP/1.1 200 OK\r\n\r\n", *pieces):
+        stream.data_received(piece)
+    return stream
+
+
+def frame_to(offset: int) -> bytes:
+    return b'data: {"choices":[],"headrace":{"offset":%d}}\n\n' % offset
+
+
+def test_tokens_are_counted_wherever_a_stream_is_cut() -> None:
+    whole = frame_to(1) + frame_to(12) + b"data: [DONE]\n\n"
+    for cut in range(1, len(whole)):
+        stream = arrivals(whole[:cut], whole[cut:], num_tokens=12)
+        assert (stream.seen[-1][1], stream.is_done, stream.problem) == (12, True, "")
+    short = arrivals(frame_to(3), b"data: [DONE]\n\n", num_tokens=12)
+    assert (short.is_done, short.problem) == (False, "it ended with 3 of 12 tokens")
+    refused = Arrivals(b"", 1)
+    refused.data_received(b"HTTP/1.1 429 Too Many Requests\r\n\r\nfull")
+    assert refused.problem.endswith("full")
+    assert refused.ended.is_set()
+
+
+def test_a_token_is_late_by_its_streams_own_pace() -> None:
+    stream = Arrivals(b"", 4)
+    stream.sent_at, stream.is_done = 10.0, True
+    stream.seen = [(10.3, 1), (10.45, 3), (10.5, 4)]  # 10 a second: due at 10.2, 10.3, 10.4, 10.5
+    assert [round(late, 3) for late in _lateness(stream, 10)] == [0.1, 0.15, 0.05, 0.0]
+    assert _is_sustained(stream, 10)
+    stream.seen[-1] = (11.5, 4)
+    assert not _is_sustained(stream, 10)
+
+
+def test_http_is_shown_beside_the_engine() -> None:
+    def run(server: str, ms: float, us: float) -> HttpRun:
+        found = Distribution(n=1, min=ms, p50=ms, p90=ms, p99=ms, max=ms)
+        return HttpRun(
+            server=server, num_streams=10, num_sustained=9, num_tokens=100, num_asked=100, tokens_per_second=199.0,
+            first_token=found, late=found, cpu={server: 0.5}, cpu_us={server: us}, rss_mib=[40.0, 50.0, None],
+        )  # fmt: skip
+
+    plan = StreamPlan(num_streams=10, pace=20, rate=5, seconds=1.0)
+    result = HttpResult(machine=WHERE, plan=plan, engine=run("engine", 2.0, 50.0), gateway=run("gateway", 5.0, 90.0))
+    text = printed(*shown_http(result))
+    lines = {line.partition("  ")[0]: line.split() for line in text.splitlines()}
+    assert lines["first token p50, ms"][-3:] == ["2", "5", "3"]
+    assert lines["streams sustained"][-6:] == ["9", "of", "10", "9", "of", "10"]
+    assert lines["gateway: gateway"][-2:] == ["0.50", "90.0"]
+    assert [plan.num_tokens(number) for number in (0, 9)] == [60, 24]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from headrace.client import Delta, Done
 from headrace.client.events import from_event
 from headrace.errors import BrokerUnavailableError, ConfigError, RequestError
 from headrace.gateway.errors import as_response, refusal_of
+from headrace.gateway.lifecycle import listening
 from headrace.gateway.requests import Asked, read_request
 from headrace.gateway.sse import Frames, error_frames, waiting_comment
 from headrace.gateway.watching import Gone, OpenRequests
@@ -272,3 +274,19 @@ def test_no_more_are_open_than_may_be() -> None:
     with pytest.raises(RequestError) as over, opened:
         pass
     assert over.value.code == "shutting_down"
+
+
+async def test_what_is_written_to_a_client_is_sent_at_once() -> None:
+    accepted: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue(1)
+
+    async def on_client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.put_nowait(writer)
+
+    with listening("127.0.0.1", 0) as bound:
+        async with await asyncio.start_server(on_client, sock=bound):
+            _, client = await asyncio.open_connection(*bound.getsockname())
+            async with asyncio.timeout(5):
+                writer = await accepted.get()
+            assert writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            for each in (writer, client):
+                each.close()
