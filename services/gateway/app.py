@@ -11,9 +11,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from headrace.batch import BatchKeeper
 from headrace.bus.configuration import ConfigView
 from headrace.bus.connection import Bus
 from headrace.errors import HeadraceError, RequestError
+from headrace.gateway.batches import batch_routes
 from headrace.gateway.errors import as_response, no_such_url, refusal_of
 from headrace.gateway.health import Health
 from headrace.gateway.inference import Inference
@@ -28,8 +30,8 @@ _REQUEST_ID: Final = b"x-request-id"
 _GOOD_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}\Z")
 
 
-def make_app(bus: Bus, view: ConfigView, open_requests: OpenRequests) -> ASGIApp:
-    """The application: OpenAI's API, jobs, probes."""
+def make_app(bus: Bus, view: ConfigView, open_requests: OpenRequests, keeper: BatchKeeper) -> ASGIApp:
+    """The application: OpenAI's API, jobs, files and batches, probes."""
     inference, jobs = Inference(bus, open_requests), Jobs(bus, open_requests)
     models, health = Models(bus, view), Health(bus)
 
@@ -48,6 +50,7 @@ def make_app(bus: Bus, view: ConfigView, open_requests: OpenRequests) -> ASGIApp
         Route("/v1/jobs/{job}", jobs.show, methods=["GET"]),
         Route("/v1/jobs/{job}", jobs.cancel, methods=["DELETE"]),
         Route("/v1/jobs/{job}/stream", jobs.stream, methods=["GET"]),
+        *batch_routes(bus, keeper),
         Route("/healthz", health.live, methods=["GET"]),
         Route("/readyz", health.ready, methods=["GET"]),
     ]
