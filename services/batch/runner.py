@@ -41,7 +41,7 @@ class BatchRunner:
 
     A line is submitted under an id made of batch and line, so a runner that takes over from another attaches to what
     that one had under way. A full queue and a broker that is away are waited out. `record` must be safe to repeat; it
-    is repeated while the broker is away.
+    is repeated while the broker is away. `trouble` is what holds lines up now, if anything does.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class BatchRunner:
         self._window = window
         self._record = record
         self._jobs: dict[int, str] = {}
+        self.trouble: str | None = None
         settings = client.bus.settings
         self._queue_timeout_s = settings.max_queue_timeout_s
         self._deadline_s = min(settings.max_deadline_s, settings.max_queue_timeout_s + settings.deadline_s)
@@ -108,6 +109,7 @@ class BatchRunner:
                     log.warning("a result of batch %s cannot be stored now: %s", self._batch, error)
                     await retries.pause()
             self._jobs.pop(request.number, None)
+            self.trouble = None
             self._window.answered()
         finally:
             self._window.leave()
@@ -131,11 +133,12 @@ class BatchRunner:
             except RequestError as error:
                 if not error.is_retryable and error.code not in _TRY_AGAIN:
                     return refused(request, batch=self._batch, job=job, refusal=error.refusal)
+                self.trouble = error.refusal.message
                 if error.retry_after_s is not None:
                     self._window.refused(error.retry_after_s)
                 await retries.pause()
             except BrokerError as error:
-                log.debug("job %s: %s", job, error)
+                self.trouble = str(error)
                 await retries.pause()
 
     async def _ask(self, request: BatchRequest, job: str) -> Done:

@@ -84,7 +84,8 @@ class BatchRecords:
     async def replace_batch(self, seen: SeenBatch, record: BatchRecord, *, ttl_s: float | None = None) -> bool:
         """Write the next record of a batch; False if somebody else did since it was seen.
 
-        Raises BrokerUnavailableError. Where the answer was lost, False may also mean that it was written: whoever reads it again will see.
+        Raises BrokerUnavailableError. Where an answer was lost, False may also mean that it was written: whoever reads
+        it again will see.
         """
         key = _batch_key(record.tenant, record.id)
         ttl = math.ceil(ttl_s) if ttl_s is not None else None

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Final
 
 import openai
 import pytest
@@ -14,7 +14,7 @@ from headrace.worker.engines.sim import SimEngine
 from tests.deployment import MODEL, Deployment, deployment, sim, until
 from tests.faults.checking import sim_answer
 
-URL = "/v1/completions"
+URL: Final = "/v1/completions"
 NUM_TOKENS = 5
 
 
@@ -190,9 +190,8 @@ async def test_a_cancelled_batch_keeps_what_it_has(running: Deployment, client: 
     assert {each["error"]["code"] for each in errors.values()} == {"batch_cancelled"}
     assert len(errors) == 20
     await until(lambda: is_idle(engine))
+    finished = await ended(client, await started(client, line("done")))
     with pytest.raises(openai.BadRequestError):
-        finished = await started(client, line("done"))
-        await ended(client, finished)
         await client.batches.cancel(finished.id)
 
 
