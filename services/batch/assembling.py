@@ -10,8 +10,8 @@ import msgspec
 from headrace.batch.files import Files
 from headrace.batch.lines import read_requests
 from headrace.bus.batches import BatchResults
-from headrace.bus.objects import ObjectGoneError, ObjectWriter
-from headrace.errors import BrokerError, RequestError
+from headrace.bus.objects import ObjectWriter
+from headrace.errors import BrokerError, ObjectGoneError, RequestError
 from headrace.schemas.batch_lines import unanswered
 from headrace.schemas.batches import BatchRecord
 

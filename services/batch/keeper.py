@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Final
 
-from headrace.batch.work import BatchWork, TakenOverError
+from headrace.batch.work import BatchWork, TakenOver
 from headrace.bus.batches import BatchChange, BatchRecords
 from headrace.bus.connection import Bus
 from headrace.errors import BrokerError
@@ -161,7 +161,7 @@ class BatchKeeper:
             try:
                 await BatchWork(self._bus, *key, told=each.told).run()
                 return
-            except TakenOverError as error:
+            except TakenOver as error:
                 log.info("%s", error)
                 return
             except BrokerError as error:

@@ -123,7 +123,9 @@ class BatchRunner:
             try:
                 done = await self._ask(request, job)
                 return answered(request, batch=self._batch, job=job, response=done.data)
-            except JobExpiredError:  # it did not come to its turn
+            except JobExpiredError as error:  # it did not come to its turn
+                self.trouble = error.refusal.message
+                self._window.refused(0.0)
                 number += 1
             except (JobFailedError, JobCancelledError) as error:
                 num_failures += 1

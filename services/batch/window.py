@@ -1,6 +1,7 @@
 """How many lines of a batch are under way at once, and when the next may be sent."""
 
 import asyncio
+import math
 import random
 import time
 from typing import Final
@@ -8,14 +9,15 @@ from typing import Final
 __all__ = ["Window"]
 
 _SHRINK: Final = 0.7
+_SHRINK_EVERY_S: Final = 1.0
 _GROW: Final = 0.5
 _JITTER: Final = 0.25
 
 
 class Window:
-    """At most `size` lines at once; fewer for a while where the queue is full, so that a batch fills no queue.
+    """At most `size` lines at once; fewer for a while where they find no room, so that a batch fills no queue.
 
-    A refusal makes it smaller, once for each pause, and an answer a little larger again.
+    What finds none makes it smaller, once a second at most, and an answer a little larger again.
     """
 
     def __init__(self, size: int) -> None:
@@ -23,6 +25,7 @@ class Window:
         self._num_open = 0
         self._freed = asyncio.Event()
         self._calm_at = 0.0
+        self._shrunk_at = -math.inf
         self.limit = float(size)
 
     async def enter(self) -> None:
@@ -43,9 +46,10 @@ class Window:
             await asyncio.sleep(left_s * random.uniform(1.0, 1.0 + _JITTER))
 
     def refused(self, retry_after_s: float) -> None:
-        """A line was refused for want of room, and is to be sent again after that time at the earliest."""
+        """A line was refused, or waited in vain, for want of room; lines are sent again after that time at the earliest."""
         now = time.monotonic()
-        if now >= self._calm_at:
+        if now - self._shrunk_at >= _SHRINK_EVERY_S:
+            self._shrunk_at = now
             self.limit = max(1.0, self.limit * _SHRINK)
         self._calm_at = max(self._calm_at, now + retry_after_s)
 

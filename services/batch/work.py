@@ -15,16 +15,15 @@ from headrace.batch.runner import BatchRunner
 from headrace.batch.window import Window
 from headrace.bus.batches import BatchRecords, BatchResults
 from headrace.bus.connection import Bus
-from headrace.bus.objects import ObjectGoneError
 from headrace.client import Client
-from headrace.errors import BrokerError, HeadraceError, RequestError
+from headrace.errors import BrokerError, ObjectGoneError, RequestError
 from headrace.lifecycle import wait_first
 from headrace.schemas.batch_lines import BatchRequest, LineResult, refused
 from headrace.schemas.batches import BatchRecord, BatchStatus, LineError, moved
 from headrace.schemas.refusals import Refusal
 from headrace.schemas.subjects import Tenant
 
-__all__ = ["BatchWork", "TakenOverError"]
+__all__ = ["BatchWork", "TakenOver"]
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ _LEFT_OUT: Final[dict[BatchStatus, tuple[str, str]]] = {
 }
 
 
-class TakenOverError(HeadraceError):
+class TakenOver(Exception):  # the end of a runner, not a fault; the keeper turns it into one
     """Another runner has the batch now, or it is gone; nothing is left to do here."""
 
 
@@ -64,7 +63,7 @@ class BatchWork:
         self._num_failed = 0
 
     async def run(self) -> None:
-        """Go on to the end. Raises TakenOverError, BrokerError where the broker is away for long: begin again then."""
+        """Go on to the end. Raises TakenOver, BrokerError where the broker is away for long: begin again then."""
         record = await self._take_on()
         while not record.is_over:
             if record.status == "validating":
@@ -79,7 +78,7 @@ class BatchWork:
     async def _take_on(self) -> BatchRecord:
         seen = await self._records.batch(self._tenant, self._batch)
         if seen is None:
-            raise TakenOverError(f"batch {self._batch} is gone")
+            raise TakenOver(f"batch {self._batch} is gone")
         self._epoch = seen.record.epoch + 1
         record = msgspec.structs.replace(seen.record, epoch=self._epoch)
         if not await self._records.replace_batch(seen, record):
@@ -91,7 +90,7 @@ class BatchWork:
         while True:
             seen = await self._records.batch(self._tenant, self._batch)
             if seen is None or seen.record.epoch != self._epoch:
-                raise TakenOverError(f"batch {self._batch} was taken over")
+                raise TakenOver(f"batch {self._batch} was taken over")
             record = change(seen.record)
             ttl_s = self._bus.settings.file_ttl_s if record.is_over else None
             if record == seen.record or await self._records.replace_batch(seen, record, ttl_s=ttl_s):
@@ -207,7 +206,7 @@ class BatchWork:
 
         try:
             record = await self._change(change)
-        except TakenOverError:
+        except TakenOver:
             await self._assembler.discard(record, epoch=self._epoch)
             raise
         return record if record.status == end else await self._take_on()  # whose files replace these

@@ -7,13 +7,14 @@ from typing import Final, TypeVar
 import msgspec
 
 from headrace.bus.batchget import batch_each
-from headrace.bus.connection import ApiRefused, Bus, Refused, Stored
+from headrace.bus.connection import ApiRefused, Bus, Refused, Stored, Unknown
 from headrace.bus.keyvalue import Bucket, KeyValue
 from headrace.bus.surely import store_surely
 from headrace.errors import BrokerUnavailableError
 from headrace.schemas import subjects
 from headrace.schemas.batch_lines import LineResult
 from headrace.schemas.batches import BatchRecord, FileRecord, Lease
+from headrace.schemas.subjects import is_job_id
 
 __all__ = ["BatchChange", "BatchRecords", "BatchResults", "SeenBatch"]
 
@@ -53,7 +54,9 @@ class BatchRecords:
         await self._put(_file_key(record.tenant, record.id), msgspec.json.encode(record), expected=0, ttl_s=ttl_s)
 
     async def file(self, tenant: str, file: str) -> FileRecord | None:
-        """A file of a tenant. Raises BrokerUnavailableError."""
+        """A file of a tenant; None also for an id that cannot be. Raises BrokerUnavailableError."""
+        if not is_job_id(file):
+            return None
         entry = await self._bucket.get(_file_key(tenant, file))
         return _decoded(entry, FileRecord)
 
@@ -62,17 +65,21 @@ class BatchRecords:
         return await self._list(f"file.{tenant}.*", FileRecord)
 
     async def remove_file(self, tenant: str, file: str) -> None:
-        """Forget a file; fine if it is not there. Raises BrokerUnavailableError."""
+        """Forget a file; fine if it is not there. Raises BrokerUnavailableError where that is not sure."""
         entry = await self._bucket.get(_file_key(tenant, file))
         if entry is not None and entry.value is not None:
-            await self._bucket.remove(entry.key, expected_revision=entry.revision, ttl_s=_MARKER_TTL_S)
+            removed = await self._bucket.remove(entry.key, expected_revision=entry.revision, ttl_s=_MARKER_TTL_S)
+            if isinstance(removed, Unknown):
+                raise BrokerUnavailableError(f"file {file} may be there still: {removed.reason}")
 
     async def add_batch(self, record: BatchRecord) -> None:
         """Make a batch known. Raises BrokerUnavailableError."""
         await self._put(_batch_key(record.tenant, record.id), msgspec.json.encode(record), expected=0)
 
     async def batch(self, tenant: str, batch: str) -> SeenBatch | None:
-        """A batch of a tenant. Raises BrokerUnavailableError."""
+        """A batch of a tenant; None also for an id that cannot be. Raises BrokerUnavailableError."""
+        if not is_job_id(batch):
+            return None
         entry = await self._bucket.get(_batch_key(tenant, batch))
         record = _decoded(entry, BatchRecord)
         return SeenBatch(record, entry.revision) if entry is not None and record is not None else None

@@ -15,19 +15,13 @@ import msgspec
 from headrace.bus.batchget import batch_get
 from headrace.bus.connection import ApiRefused, Bus, Refused
 from headrace.bus.surely import store_surely
-from headrace.errors import BrokerUnavailableError, HeadraceError
+from headrace.errors import BrokerUnavailableError, ObjectGoneError
 from headrace.schemas import subjects
 
-__all__ = ["ObjectGoneError", "ObjectInfo", "ObjectWriter", "Objects"]
+__all__ = ["ObjectInfo", "ObjectWriter", "Objects"]
 
 _CHUNK_BYTES: Final = 128 * 1024
 _NUM_CHUNKS_AT_ONCE: Final = 8
-
-
-class ObjectGoneError(HeadraceError):
-    """The object, or a part of it, is not there: it was removed, or has expired."""
-
-    code = "file_not_found"
 
 
 class _Options(msgspec.Struct, frozen=True):

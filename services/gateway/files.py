@@ -8,8 +8,7 @@ from starlette.responses import Response, StreamingResponse
 
 from headrace.batch import Files
 from headrace.bus.connection import Bus
-from headrace.bus.objects import ObjectGoneError
-from headrace.errors import RequestError
+from headrace.errors import ObjectGoneError, RequestError
 from headrace.gateway.paging import page
 from headrace.gateway.requests import tenant_of
 from headrace.gateway.uploads import Uploads
