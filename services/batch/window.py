@@ -46,7 +46,7 @@ class Window:
             await asyncio.sleep(left_s * random.uniform(1.0, 1.0 + _JITTER))
 
     def refused(self, retry_after_s: float) -> None:
-        """A line was refused, or waited in vain, for want of room; lines are sent again after that time at the earliest."""
+        """A line was refused, or waited in vain, for want of room; none is sent before that time has passed."""
         now = time.monotonic()
         if now - self._shrunk_at >= _SHRINK_EVERY_S:
             self._shrunk_at = now

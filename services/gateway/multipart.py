@@ -67,7 +67,6 @@ async def read_parts(pieces: AsyncIterator[bytes], boundary: bytes) -> AsyncIter
             raise _malformed()
         yield _part(bytes(buffer[:end]))
         del buffer[: end + len(_END_OF_HEAD)]
-        buffer[:0] = b"\r\n" if buffer.startswith(delimiter[2:]) else b""  # an empty value may have no line of its own
         is_in_part = True
 
 

@@ -10,6 +10,9 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from openai.types import Batch
 
+from headrace.bus.batches import BatchRecords
+from headrace.schemas.batches import BatchRecord
+from headrace.schemas.subjects import DEFAULT_TENANT
 from headrace.worker.engines.sim import SimEngine
 from tests.deployment import MODEL, Deployment, deployment, sim, until
 from tests.faults.checking import sim_answer
@@ -210,3 +213,75 @@ async def test_the_same_id_is_the_same_batch(running: Deployment, client: AsyncO
     ]
     assert made[0].id == made[1].id
     await ended(client, made[0])
+
+
+async def test_a_batch_whose_time_is_up_keeps_what_it_has(running: Deployment, client: AsyncOpenAI) -> None:
+    await running.worker(sim(tokens_per_second=20.0), max_concurrency=2)
+    lines = [line("quick"), *(line(f"long {number}", max_tokens=1000) for number in range(10))]
+    file = await client.files.create(file=("in.jsonl", jsonl(*lines)), purpose="batch")
+    now = int(running.bus.clock.now())
+    record = BatchRecord(
+        id="batch_short",
+        tenant=DEFAULT_TENANT,
+        endpoint=URL,
+        input_file_id=file.id,
+        completion_window="24h",
+        created_at=now,
+        expires_at=now + 3,
+        total=len(lines),
+    )
+    await BatchRecords(running.bus).add_batch(record)
+    over = await ended(client, await client.batches.retrieve(record.id), "expired")
+    assert set(await content(client, over.output_file_id)) == {"quick"}
+    errors = await content(client, over.error_file_id)
+    assert {each["error"]["code"] for each in errors.values()} == {"batch_expired"}
+    assert len(errors) == 10
+
+
+async def test_a_batch_without_its_input_fails(running: Deployment, client: AsyncOpenAI) -> None:
+    file = await client.files.create(file=("in.jsonl", jsonl(line("a"))), purpose="batch")
+    record = BatchRecord(
+        id="batch_orphan",
+        tenant=DEFAULT_TENANT,
+        endpoint=URL,
+        input_file_id=file.id,
+        completion_window="24h",
+        created_at=1,
+        expires_at=2**40,
+    )
+    await client.files.delete(file.id)
+    await BatchRecords(running.bus).add_batch(record)
+    over = await ended(client, await client.batches.retrieve(record.id), "failed")
+    assert over.errors is not None
+    assert over.errors.data is not None
+    assert over.errors.data[0].code == "file_not_found"
+
+
+async def test_a_full_queue_is_waited_for(broker_url: str, prefix: str) -> None:
+    async with deployment(broker_url, prefix, queue_limit=4, batch_window=64) as running:
+        engine = sim(tokens_per_second=200.0)
+        await running.worker(engine, max_concurrency=2)
+        gateway = await running.gateway()
+        async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="any", max_retries=0, timeout=20) as client:
+            names = [f"line {number}" for number in range(40)]
+            over = await ended(client, await started(client, *map(line, names)))
+            assert set(await content(client, over.output_file_id)) == set(names)
+        assert engine.num_started == len(names)
+
+
+async def test_tenants_have_as_many_files_and_batches_as_they_may_have(broker_url: str, prefix: str) -> None:
+    async with deployment(broker_url, prefix, file_limit=2, batch_limit=1, file_max_bytes=2000) as running:
+        gateway = await running.gateway()
+        async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="any", max_retries=0, timeout=20) as client:
+            await running.worker(sim(tokens_per_second=5.0))
+            await started(client, line("a", max_tokens=1000))
+            with pytest.raises(openai.RateLimitError) as refused:
+                await started(client, line("b"))
+            assert int(refused.value.response.headers["retry-after"]) >= 1
+            with pytest.raises(openai.BadRequestError, match="2 files"):
+                await client.files.create(file=("in.jsonl", jsonl(line("c"))), purpose="batch")
+            (first, *_) = [file async for file in client.files.list(order="asc")]
+            await client.files.delete((await client.files.list()).data[0].id)
+            with pytest.raises(openai.APIStatusError, match="larger than the limit of 2000 bytes"):
+                await client.files.create(file=("in.jsonl", jsonl(line("d", prompt="x" * 3000))), purpose="batch")
+            assert first.purpose == "batch"
