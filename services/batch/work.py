@@ -123,6 +123,8 @@ class BatchWork:
         )
 
     async def _answer_lines(self, record: BatchRecord) -> BatchRecord:
+        if self._bus.clock.now() >= record.expires_at:
+            return await self._finish(record, "expired")
         await self._recall()
         self._results_until = record.expires_at + _RESULTS_OUTLIVE_S
         client = Client(self._bus, self._tenant)

@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import json
+import random
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from openai.types import Batch
 
 import headrace.client
 from headrace.bus.batches import BatchRecords
+from headrace.bus.connection import Bus, StoreResult, Unknown
 from headrace.bus.joblog import JobLog
 from headrace.bus.server import BrokerInfo
 from headrace.cli.http import answers, free_port
@@ -199,6 +201,55 @@ async def test_another_gateway_takes_a_batch_over(
         record = await records.batch("default", batch.id)
         assert record is not None
         assert record.record.epoch == 2
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_answers_of_the_broker_are_lost(
+    broker: BrokerInfo, prefix: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_lines, rng, store = 60, random.Random(seed), Bus.store
+    counts: Counter[str] = Counter()
+    late: list[asyncio.Task[StoreResult]] = []
+
+    async def lossy(
+        self: Bus, subject: str, data: bytes, *, headers: Mapping[str, str], timeout_s: float | None = None
+    ) -> StoreResult:
+        names = self.names
+        heads = (f"$KV.{names.batches_bucket}.", f"$O.{names.files_store}.", f"{names.prefix}.batch.")
+        fate = rng.choice(["heard"] * 7 + ["unheard", "unsent", "late"]) if subject.startswith(heads) else "heard"
+        counts[fate] += 1
+        if fate == "late":
+            late.append(asyncio.create_task(_later(store(self, subject, data, headers=headers))))
+        elif fate != "unsent":
+            result = await store(self, subject, data, headers=headers, timeout_s=timeout_s)
+            if fate == "heard":
+                return result
+        return Unknown(f"the test lost its answer ({fate})")
+
+    engine = sim(tokens_per_second=400.0, kv_tokens=1_000_000)
+    # Now and then it is given up, and begun again.
+    async with deployment(broker.url, prefix, retry_for_s=0.5) as running:
+        await running.worker(engine, max_concurrency=16)
+        gateway = await running.gateway()
+        async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="any", timeout=WITHIN_S, max_retries=9) as client:
+            monkeypatch.setattr(Bus, "store", lossy)
+            batch = await begin(client, num_lines)
+            over = batch
+            async for seen in follow(client, batch, within_s=40.0):
+                over = seen
+            await asyncio.gather(*late)
+            assert min(counts[fate] for fate in ("unheard", "unsent", "late")) > 0
+            assert over.status == "completed"
+            assert over.output_file_id is not None
+            check_output((await client.files.content(over.output_file_id)).content, num_lines)
+            outputs = [file.id async for file in client.files.list() if file.purpose == "batch_output"]
+            assert outputs == [over.output_file_id]
+        assert engine.num_started == num_lines
+
+
+async def _later(storing: Coroutine[Any, Any, StoreResult]) -> StoreResult:
+    await asyncio.sleep(0.3)
+    return await storing
 
 
 async def test_a_run_on_this_machine_goes_on_after_a_kill(broker: BrokerInfo, prefix: str, tmp_path: Path) -> None:
