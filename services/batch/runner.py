@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
 
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 _LANE: Final = "low"
 _RETRY_FIRST_S: Final = 0.2
 _RETRY_MAX_S: Final = 5.0
+_JITTER: Final = 0.25
 _MAX_FAILURES: Final = 3
 """Jobs of one line that may fail by what another try can better, before the line counts as failed."""
 
@@ -118,14 +120,13 @@ class BatchRunner:
         number = num_failures = 0
         retries = Backoff(first_s=_RETRY_FIRST_S, max_s=_RETRY_MAX_S)
         while True:
-            await self._window.calm()
             job = self._jobs[request.number] = job_of_line(self._batch, request.number, number)
             try:
                 done = await self._ask(request, job)
                 return answered(request, batch=self._batch, job=job, response=done.data)
             except JobExpiredError as error:  # it did not come to its turn
                 self.trouble = error.refusal.message
-                self._window.refused(0.0)
+                self._window.refused()
                 number += 1
             except (JobFailedError, JobCancelledError) as error:
                 num_failures += 1
@@ -136,9 +137,11 @@ class BatchRunner:
                 if not error.is_retryable and error.code not in _TRY_AGAIN:
                     return refused(request, batch=self._batch, job=job, refusal=error.refusal)
                 self.trouble = error.refusal.message
-                if error.retry_after_s is not None:
-                    self._window.refused(error.retry_after_s)
-                await retries.pause()
+                if error.retry_after_s is None:
+                    await retries.pause()
+                else:
+                    self._window.refused()
+                    await asyncio.sleep(error.retry_after_s * random.uniform(1.0, 1.0 + _JITTER))
             except BrokerError as error:
                 self.trouble = str(error)
                 await retries.pause()

@@ -2,6 +2,7 @@
 
 import hashlib
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import msgspec
@@ -41,16 +42,22 @@ def batch_routes(bus: Bus, keeper: BatchKeeper) -> list[Route]:
     """The URLs of files and batches."""
     files, batches = FileRoutes(bus), _Batches(bus, keeper)
     return [
-        Route("/v1/files", files.create, methods=["POST"]),
-        Route("/v1/files", files.list, methods=["GET"]),
-        Route("/v1/files/{file}", files.show, methods=["GET"]),
-        Route("/v1/files/{file}", files.remove, methods=["DELETE"]),
-        Route("/v1/files/{file}/content", files.content, methods=["GET"]),
-        Route("/v1/batches", batches.create, methods=["POST"]),
-        Route("/v1/batches", batches.list, methods=["GET"]),
-        Route("/v1/batches/{batch}", batches.show, methods=["GET"]),
-        Route("/v1/batches/{batch}/cancel", batches.cancel, methods=["POST"]),
+        _route("/v1/files", GET=files.list, POST=files.create),
+        _route("/v1/files/{file}", GET=files.show, DELETE=files.remove),
+        _route("/v1/files/{file}/content", GET=files.content),
+        _route("/v1/batches", GET=batches.list, POST=batches.create),
+        _route("/v1/batches/{batch}", GET=batches.show),
+        _route("/v1/batches/{batch}/cancel", POST=batches.cancel),
     ]
+
+
+def _route(path: str, **answers: Callable[[Request], Awaitable[Response]]) -> Route:
+    """One route for all methods of a URL, so that a refused method is told which there are."""
+
+    async def answer(request: Request) -> Response:
+        return await answers["GET" if request.method == "HEAD" else request.method](request)
+
+    return Route(path, answer, methods=list(answers))
 
 
 class _Batches:

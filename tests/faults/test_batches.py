@@ -159,7 +159,9 @@ async def test_every_part_is_killed_in_turn(prefix: str, tmp_path: Path, num_bat
                 assert [event.kind for event in events if event.is_terminal] == ["done"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM], ids=["killed", "frozen", "stopped"]
+)
 async def test_another_gateway_takes_a_batch_over(
     broker: BrokerInfo, prefix: str, tmp_path: Path, number: signal.Signals
 ) -> None:
