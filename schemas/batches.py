@@ -46,8 +46,9 @@ _STATUSES: Final[tuple[BatchStatus, ...]] = get_args(BatchStatus)
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A stored file, key `file.<tenant>.<file>` of the batches bucket; its bytes lie in the object store.
 
-    Written once, by the gateway that took the file or made it, after the bytes; gone together with them. Times are
-    whole Unix seconds. `num_lines` and `urls` are of the requests in it.
+    Written once, by the gateway that took the file or made it, after the bytes, and gone together with them. It is not
+    shown after `expires_at`, which may be earlier; the tenant's next upload removes it then. Times are whole Unix
+    seconds. `num_lines` and `urls` are of the requests in it.
     """
 
     id: str

@@ -27,8 +27,12 @@ class Files:
 
     async def upload(self, tenant: Tenant) -> "Upload":
         """Begin to take a file of requests in. Raises RequestError where the tenant has all the files it may have."""
-        limit = self._settings.file_limit
-        if len(await self._records.files(tenant)) >= limit:
+        limit, now = self._settings.file_limit, self._bus.clock.now()
+        files = await self._records.files(tenant)
+        gone = [file for file in files if file.expires_at <= now]
+        for file in gone:  # it asked for less time than its bytes were given before that was known
+            await self._remove(file)
+        if len(files) - len(gone) >= limit:
             raise RequestError(
                 Refusal(
                     code="invalid_value",
@@ -41,19 +45,18 @@ class Files:
     async def get(self, tenant: Tenant, file: str) -> FileRecord:
         """What is known of a file. Raises RequestError (`file_not_found`), BrokerError."""
         record = await self._records.file(tenant, file)
-        if record is None:
+        if record is None or record.expires_at <= self._bus.clock.now():
             raise RequestError(Refusal(code="file_not_found", message="There is no file of this id.", param="file_id"))
         return record
 
     async def list(self, tenant: Tenant) -> list[FileRecord]:
         """All files of a tenant, oldest first. Raises BrokerError."""
-        return await self._records.files(tenant)
+        now = self._bus.clock.now()
+        return [file for file in await self._records.files(tenant) if file.expires_at > now]
 
     async def remove(self, tenant: Tenant, file: str) -> None:
         """Remove a file. Raises RequestError (`file_not_found`), BrokerError."""
-        record = await self.get(tenant, file)
-        await self._records.remove_file(tenant, file)
-        await self._objects.remove(object_name(record.tenant, file))
+        await self._remove(await self.get(tenant, file))
 
     def read(self, tenant: Tenant, file: str) -> AsyncIterator[bytes]:
         """The bytes of a file. Raises ObjectGoneError, BrokerError while it is read."""
@@ -72,9 +75,10 @@ class Files:
         purpose: Purpose,
         size_bytes: int,
         ttl_s: int,
+        bytes_ttl_s: int | None = None,
         check: LineCheck | None = None,
     ) -> FileRecord:
-        """Make a file known whose bytes are there. Raises BrokerError."""
+        """Make a file known whose bytes are there, and are for `bytes_ttl_s` if that is longer. Raises BrokerError."""
         now = int(self._bus.clock.now())
         record = FileRecord(
             id=file,
@@ -87,8 +91,12 @@ class Files:
             num_lines=check.num_lines if check is not None else 0,
             urls=tuple(sorted(check.urls)) if check is not None else (),
         )
-        await self._records.add_file(record, ttl_s=ttl_s)
+        await self._records.add_file(record, ttl_s=bytes_ttl_s or ttl_s)
         return record
+
+    async def _remove(self, file: FileRecord) -> None:
+        await self._records.remove_file(file.tenant, file.id)
+        await self._objects.remove(object_name(file.tenant, file.id))
 
 
 class Upload:
@@ -130,6 +138,7 @@ class Upload:
             purpose="batch",
             size_bytes=self._writer.size_bytes,
             ttl_s=min(ttl_s or self._ttl_s, self._ttl_s),
+            bytes_ttl_s=self._ttl_s,
             check=self._check,
         )
 

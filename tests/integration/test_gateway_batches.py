@@ -4,13 +4,16 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
+import msgspec
 import openai
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 from openai.types import Batch
 
+from headrace.batch import Files
 from headrace.bus.batches import BatchRecords
+from headrace.errors import ObjectGoneError
 from headrace.schemas.batches import BatchRecord
 from headrace.schemas.subjects import DEFAULT_TENANT
 from headrace.worker.engines.sim import SimEngine
@@ -285,3 +288,27 @@ async def test_tenants_have_as_many_files_and_batches_as_they_may_have(broker_ur
             with pytest.raises(openai.APIStatusError, match="larger than the limit of 2000 bytes"):
                 await client.files.create(file=("in.jsonl", jsonl(line("d", prompt="x" * 3000))), purpose="batch")
             assert first.purpose == "batch"
+
+
+async def test_a_file_that_asked_for_less_time_is_gone_then_bytes_and_all(
+    running: Deployment, client: AsyncOpenAI
+) -> None:
+    short = await client.files.create(
+        file=("in.jsonl", jsonl(line("a"))), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+    )
+    bus = running.bus
+    record = await BatchRecords(bus).file("default", short.id)
+    assert record is not None
+    await BatchRecords(bus).remove_file("default", short.id)
+    expired = msgspec.structs.replace(record, id="file-old", expires_at=record.created_at)
+    await BatchRecords(bus).add_file(expired, ttl_s=60)
+    writer = Files(bus).writer(DEFAULT_TENANT, "file-old", ttl_s=60)
+    await writer.write(b"bytes")
+    await writer.commit()
+    with pytest.raises(openai.NotFoundError):
+        await client.files.content("file-old")
+    assert [file.id async for file in client.files.list()] == []
+    await client.files.create(file=("in.jsonl", jsonl(line("b"))), purpose="batch")
+    assert await BatchRecords(bus).file("default", "file-old") is None
+    with pytest.raises(ObjectGoneError):
+        await anext(Files(bus).read(DEFAULT_TENANT, "file-old"))
