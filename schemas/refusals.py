@@ -31,6 +31,8 @@ CODES: Final[dict[str, CodeInfo]] = {
     "invalid_api_key": CodeInfo(401, "authentication_error", False),
     "model_not_found": CodeInfo(404, "not_found_error", False),
     "job_not_found": CodeInfo(404, "not_found_error", False),
+    "file_not_found": CodeInfo(404, "not_found_error", False),
+    "batch_not_found": CodeInfo(404, "not_found_error", False),
     "request_too_large": CodeInfo(413, "invalid_request_error", False),
     "header_too_large": CodeInfo(431, "invalid_request_error", False),
     "rate_limited": CodeInfo(429, "rate_limit_error", True),

@@ -11,6 +11,7 @@
     <p>.tokenize.<model>                         exact prompt count by a ready worker (core, queue group `worker`)
     <p>.ctl.<worker>                             nudges for one worker
     <p>.monitor.state                            request/reply, served by any monitor
+    <p>.batch.<tenant>.<batch>.<line>            result of one line of a batch (stream <P>_BATCH); internal
 
 `<P>` is the prefix in upper case with dots as `_`.
 """
@@ -63,6 +64,8 @@ HDR_PASSED: Final = "Headrace-Passed"
 HDR_PREFERRED: Final = "Headrace-Preferred"
 """Names the worker that has the beginning of the conversation in its cache: a hint to the others."""
 HDR_ATTACHED: Final = "Headrace-Attached"
+HDR_FAILED: Final = "Headrace-Failed"
+"""On the stored result of a batch's line: it goes to the error file."""
 HDR_RETRY_AFTER: Final = "Retry-After"
 # Headers of NATS that we read or write.
 HDR_MSG_ID: Final = "Nats-Msg-Id"
@@ -233,6 +236,21 @@ class Names(msgspec.Struct, frozen=True):
         """KV bucket of what tenants used of their limits."""
         return f"{self.upper}_usage"
 
+    @property
+    def batches_bucket(self) -> str:
+        """KV bucket of batches, their leases, and what files there are."""
+        return f"{self.upper}_batches"
+
+    @property
+    def files_store(self) -> str:
+        """Object store of what is in the files."""
+        return f"{self.upper}_files"
+
+    @property
+    def batch_stream(self) -> str:
+        """Stream of the results of batches that are not over."""
+        return f"{self.upper}_BATCH"
+
     # subjects
     def infer_filter(self) -> str:
         """What routers subscribe to."""
@@ -333,6 +351,18 @@ class Names(msgspec.Struct, frozen=True):
     def monitor_state(self) -> str:
         """Request: what a monitor sees of the deployment."""
         return f"{self.prefix}.monitor.state"
+
+    def batch_filter(self) -> str:
+        """Results of all batches."""
+        return f"{self.prefix}.batch.*.*.*"
+
+    def batch_results(self, tenant: str, batch: str) -> str:
+        """All results of one batch."""
+        return f"{self.prefix}.batch.{tenant}.{batch}.*"
+
+    def batch_result(self, tenant: str, batch: str, line: int) -> str:
+        """Subject of the result of one line."""
+        return f"{self.prefix}.batch.{tenant}.{batch}.{line}"
 
     def job_inbox(self, tenant: str, job: str) -> str:
         """Where a job's events appear for clients."""

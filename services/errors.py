@@ -6,6 +6,7 @@
     │   ├── BrokerUnavailableError   nothing answers, or not in time
     │   ├── BrokerUnsuitableError    too old, without JetStream, or a stream that cannot be changed
     │   └── NotProvisionedError      a stream or bucket is missing; run `headrace provision`
+    ├── ObjectGoneError              a file in the broker, or a part of it, was removed or has expired
     ├── EngineError                  the inference engine failed
     │   ├── EngineStartError         it did not come up
     │   ├── EngineRequestError       it refused this one request (HTTP 4xx); counts as no fault
@@ -35,6 +36,7 @@ __all__ = [
     "JobExpiredError",
     "JobFailedError",
     "NotProvisionedError",
+    "ObjectGoneError",
     "RequestError",
     "StreamGapError",
 ]
@@ -76,6 +78,12 @@ class BrokerUnsuitableError(BrokerError):
 
 class NotProvisionedError(BrokerError):
     """A stream or bucket is missing; `headrace provision` makes it."""
+
+
+class ObjectGoneError(HeadraceError):
+    """A file in the broker, or a part of it, is not there: it was removed, or has expired."""
+
+    code = "file_not_found"
 
 
 class EngineError(HeadraceError):

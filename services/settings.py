@@ -60,6 +60,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     queue_limit: Count = 10_000
     grace_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 30.0
     default_max_tokens: Count = 1024
+    file_max_bytes: Annotated[int, msgspec.Meta(ge=1, le=4_000_000_000)] = 209_715_200
+    file_limit: Count = 200
+    file_ttl_s: Annotated[int, msgspec.Meta(ge=60, le=31_536_000)] = 2_592_000
+    batch_limit: Count = 20
+    batch_max_lines: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 50_000
+    batch_window: Annotated[int, msgspec.Meta(ge=1, le=4_096)] = 128
     request_timeout_s: Annotated[float, msgspec.Meta(ge=0.1, le=60)] = 2.0
     retry_for_s: Annotated[float, msgspec.Meta(ge=0.1, le=300)] = 15.0
     broker_port: Port = 4222

@@ -87,9 +87,9 @@ class Bucket:
             raise BrokerUnavailableError(f"{self.stream}: {refused}") from None
         return msgspec.json.decode(data, type=_Info).state.last_seq
 
-    async def changes(self, *, after: int) -> AsyncIterator[KeyValue]:
-        """Writes since revision `after`, in order; of keys written often only the later ones are left."""
-        async for message in batch_each(self._bus, self.stream, f"{self.prefix}>", from_sequence=after + 1):
+    async def changes(self, *, after: int, keys: str = ">") -> AsyncIterator[KeyValue]:
+        """Writes since revision `after`, in order, of keys that match; of keys written often the later are left."""
+        async for message in batch_each(self._bus, self.stream, f"{self.prefix}{keys}", from_sequence=after + 1):
             entry = self._entry(message)
             if entry is not None:
                 yield entry

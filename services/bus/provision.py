@@ -33,6 +33,8 @@ _MARKER_TTL_S: Final = 60
 _RETRY_FIRST_S: Final = 0.1
 _RETRY_MAX_S: Final = 2.0
 _CONFIG_HISTORY: Final = 8
+_CHUNK_DEDUPE_S: Final = 600
+"""Longer than anybody repeats the storing of a chunk that got no answer."""
 
 Action = Literal["created", "changed", "unchanged"]
 StreamConfig = dict[str, Any]
@@ -148,7 +150,41 @@ def _deployment_streams(names: Names, settings: Settings) -> list[StreamConfig]:
         "subject_delete_marker_ttl": _MARKER_TTL_S * _NANOSECONDS,
     }
     usage = _bucket(names.usage_bucket, settings, history=1) | {"allow_msg_ttl": True}
-    return [*logs, dead, workers, _bucket(names.config_bucket, settings, history=_CONFIG_HISTORY), usage]
+    config = _bucket(names.config_bucket, settings, history=_CONFIG_HISTORY)
+    return [*logs, dead, workers, config, usage, *_batch_streams(names, settings)]
+
+
+def _batch_streams(names: Names, settings: Settings) -> list[StreamConfig]:
+    batches = _bucket(names.batches_bucket, settings, history=1) | {
+        "allow_msg_ttl": True,
+        "subject_delete_marker_ttl": _MARKER_TTL_S * _NANOSECONDS,
+    }
+    results = {
+        "name": names.batch_stream,
+        "subjects": [names.batch_filter()],
+        "retention": "limits",
+        "storage": "file",
+        "num_replicas": settings.replicas,
+        "discard": "new",
+        "max_msgs_per_subject": -1,
+        "allow_direct": True,
+        "allow_msg_ttl": True,
+    }
+    # As the object-store ADR (ADR-20) lays one out.
+    files = {
+        "name": f"OBJ_{names.files_store}",
+        "subjects": [f"$O.{names.files_store}.C.>", f"$O.{names.files_store}.M.>"],
+        "retention": "limits",
+        "storage": "file",
+        "num_replicas": settings.replicas,
+        "discard": "new",
+        "max_msgs_per_subject": -1,
+        "allow_direct": True,
+        "allow_rollup_hdrs": True,
+        "allow_msg_ttl": True,
+        "duplicate_window": _CHUNK_DEDUPE_S * _NANOSECONDS,
+    }
+    return [batches, results, files]
 
 
 def _log_stream(names: Names, settings: Settings, shard: int) -> StreamConfig:

@@ -25,6 +25,7 @@ _COMMANDS: Final = {
     "ask": "headrace.cli.ask:ask",
     "status": "headrace.cli.status:status",
     "jobs": "headrace.cli.jobs:jobs",
+    "batch": "headrace.cli.batch:batch",
     "drain": "headrace.cli.workers:drain",
     "evict": "headrace.cli.workers:evict",
     "serve": "headrace.cli.serve:serve",

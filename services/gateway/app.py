@@ -12,9 +12,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from headrace.batch import BatchKeeper
 from headrace.bus.configuration import ConfigView
 from headrace.bus.connection import Bus
 from headrace.errors import BrokerUnavailableError, HeadraceError, RequestError
+from headrace.gateway.batches import batch_routes
 from headrace.gateway.errors import as_response, no_such_url, refusal_of
 from headrace.gateway.health import Health
 from headrace.gateway.inference import Inference
@@ -32,8 +34,13 @@ _REQUEST_ID: Final = b"x-request-id"
 _GOOD_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}\Z")
 
 
-def make_app(bus: Bus, view: ConfigView, open_requests: OpenRequests, *, is_loopback: bool = True) -> ASGIApp:
-    """The application: OpenAI's API, jobs, probes. `is_loopback`: it is reached by this machine alone."""
+def make_app(
+    bus: Bus, view: ConfigView, open_requests: OpenRequests, keeper: BatchKeeper, *, is_loopback: bool = True
+) -> ASGIApp:
+    """The application: OpenAI's API, jobs, files and batches, probes.
+
+    `is_loopback`: it is reached by this machine alone.
+    """
     inference, jobs = Inference(bus, open_requests), Jobs(bus, open_requests)
     models, health = Models(bus, view), Health(bus, view)
 
@@ -57,6 +64,7 @@ def make_app(bus: Bus, view: ConfigView, open_requests: OpenRequests, *, is_loop
         Route("/v1/models/{model:path}", models.show, methods=["GET"]),
         Route("/v1/jobs/{job}", by_method(GET=jobs.show, DELETE=jobs.cancel), methods=["GET", "DELETE"]),
         Route("/v1/jobs/{job}/stream", jobs.stream, methods=["GET"]),
+        *batch_routes(bus, keeper),
         Route("/openapi.json", OpenApi().show, methods=["GET"]),
         Route("/healthz", health.live, methods=["GET"]),
         Route("/readyz", health.ready, methods=["GET"]),

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from typing import Final
 
+from headrace.batch import BatchKeeper
 from headrace.bus.configuration import ConfigView
 from headrace.bus.connection import Bus
 from headrace.bus.provision import ensure_provisioned
@@ -35,15 +36,13 @@ async def run_gateway(bus: Bus, *, stop: asyncio.Event) -> None:
     with listening(settings.http_host, settings.http_port) as bound:
         if not await unless_stopped(ensure_provisioned(bus), stop):
             return
-        view = ConfigView(bus)
+        view, keeper = ConfigView(bus), BatchKeeper(bus)
         metadata = {"prefix": bus.names.prefix, "url": url_of(bound)}
-        async with (
-            view.running(may_come_later=True),
-            answering(bus, SERVICE_NAME, [], description="OpenAI's API", metadata=metadata),
-        ):
+        answers = answering(bus, SERVICE_NAME, [], description="OpenAI's API", metadata=metadata)
+        async with view.running(may_come_later=True), keeper.running(), answers:
             log.info("listening on %s", url_of(bound))
             await serve(
-                make_app(bus, view, open_requests, is_loopback=is_loopback(bound)),
+                make_app(bus, view, open_requests, keeper, is_loopback=is_loopback(bound)),
                 bound,
                 stop=stop,
                 closed=bus.closed,

@@ -77,6 +77,7 @@ def known_subjects() -> set[str]:
         names.ctl("<worker>"),
         names.monitor_state(),
         names.job_inbox("<tenant>", "<job>"),
+        names.batch_result("<tenant>", "<batch>", 0).replace(".0", ".<line>"),
     ]
     return {re.sub(r"(?<=\.)model\b", "<model>", subject) for subject in made}
 
@@ -84,7 +85,8 @@ def known_subjects() -> set[str]:
 def known_streams() -> set[str]:
     names = Names(prefix="<p>")
     jobs, log = names.jobs_stream("model").replace("_model", "_<model>"), names.log_stream(0).replace("_0", "_<shard>")
-    return {jobs, log, names.dead_stream, names.workers_bucket, names.config_bucket, names.usage_bucket}
+    buckets = {names.workers_bucket, names.config_bucket, names.usage_bucket, names.batches_bucket, names.files_store}
+    return {jobs, log, names.dead_stream, names.batch_stream, *buckets}
 
 
 def shown_commands() -> Iterator[tuple[str, list[str]]]:

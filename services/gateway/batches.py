@@ -1,0 +1,185 @@
+"""OpenAI's batches: made, looked at, cancelled; and the URLs of batches and files."""
+
+import hashlib
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from headrace.batch import BatchKeeper, Files
+from headrace.bus.batches import BatchRecords, SeenBatch
+from headrace.bus.connection import Bus
+from headrace.errors import RequestError
+from headrace.gateway.files import FileRoutes
+from headrace.gateway.limits import read_body
+from headrace.gateway.paging import page
+from headrace.gateway.tenants import tenant_of
+from headrace.schemas.batch_lines import OPERATION_OF_URL
+from headrace.schemas.batches import BatchRecord, batch_object, moved
+from headrace.schemas.json_bounds import decode_object
+from headrace.schemas.json_checks import integer, invalid, one_of, string
+from headrace.schemas.refusals import Refusal
+from headrace.schemas.subjects import Tenant
+
+__all__ = ["batch_routes"]
+
+_WINDOWS_S: Final = {"24h": 86_400}
+_MAX_BODY_BYTES: Final = 65_536
+_MAX_DEPTH: Final = 8
+_MAX_LISTED: Final = 100
+_LISTED: Final = 20
+_MAX_METADATA: Final = 16
+_check_key = string(min_chars=1, max_chars=64)
+_check_value = string(max_chars=512)
+_check_ttl = integer(3_600, 2_592_000)
+
+
+def batch_routes(bus: Bus, keeper: BatchKeeper) -> list[Route]:
+    """The URLs of files and batches."""
+    files, batches = FileRoutes(bus), _Batches(bus, keeper)
+    return [
+        _route("/v1/files", GET=files.list, POST=files.create),
+        _route("/v1/files/{file}", GET=files.show, DELETE=files.remove),
+        _route("/v1/files/{file}/content", GET=files.content),
+        _route("/v1/batches", GET=batches.list, POST=batches.create),
+        _route("/v1/batches/{batch}", GET=batches.show),
+        _route("/v1/batches/{batch}/cancel", POST=batches.cancel),
+    ]
+
+
+def _route(path: str, **answers: Callable[[Request], Awaitable[Response]]) -> Route:
+    """One route for all methods of a URL, so that a refused method is told which there are."""
+
+    async def answer(request: Request) -> Response:
+        return await answers["GET" if request.method == "HEAD" else request.method](request)
+
+    return Route(path, answer, methods=list(answers))
+
+
+class _Batches:
+    """Answers requests about batches of the caller's tenant; those of others it does not find."""
+
+    def __init__(self, bus: Bus, keeper: BatchKeeper) -> None:
+        self._bus = bus
+        self._keeper = keeper
+        self._records = BatchRecords(bus)
+        self._files = Files(bus)
+
+    async def create(self, request: Request) -> Response:
+        """Begin a batch; `X-Headrace-Id` makes it safe to ask again. Raises RequestError, BrokerError."""
+        data = await read_body(request, max_bytes=_MAX_BODY_BYTES)
+        body = decode_object(data, max_bytes=_MAX_BODY_BYTES, max_depth=_MAX_DEPTH)
+        if isinstance(body, Refusal):
+            raise RequestError(body)
+        if refusal := _check(body):
+            raise RequestError(refusal)
+        tenant = tenant_of(request)
+        file = await self._files.get(tenant, body["input_file_id"])
+        if file.purpose != "batch":
+            raise RequestError(invalid("input_file_id", "must be a file with the purpose 'batch'"))
+        now = int(self._bus.clock.now())
+        record = BatchRecord(
+            id=_batch_id(tenant, request.headers.get("x-headrace-id")),
+            tenant=tenant,
+            endpoint=body["endpoint"],
+            input_file_id=file.id,
+            completion_window=body["completion_window"],
+            created_at=now,
+            expires_at=now + _WINDOWS_S[body["completion_window"]],
+            total=file.num_lines,
+            metadata=body.get("metadata"),
+            output_ttl_s=(body.get("output_expires_after") or {}).get("seconds"),
+        )
+        if seen := await self._records.batch(tenant, record.id):
+            if (seen.record.input_file_id, seen.record.endpoint) != (record.input_file_id, record.endpoint):
+                raise RequestError(invalid("X-Headrace-Id", "was used for another batch"))
+            return _as_json(batch_object(seen.record))
+        await self._check_room(tenant)
+        await self._records.add_batch(record)
+        self._keeper.nudge()
+        return _as_json(batch_object(record))
+
+    async def list(self, request: Request) -> Response:
+        """The tenant's batches, newest first. Raises RequestError, BrokerError."""
+        records = await self._records.batches(tenant_of(request))
+        ordered = sorted(records, key=lambda record: (record.created_at, record.id), reverse=True)
+        shown = page([batch_object(record) for record in ordered], request, max_items=_MAX_LISTED, default=_LISTED)
+        return _as_json(shown)
+
+    async def show(self, request: Request) -> Response:
+        """What a batch is now. Raises RequestError (`batch_not_found`), BrokerError."""
+        return _as_json(batch_object((await self._batch(request)).record))
+
+    async def cancel(self, request: Request) -> Response:
+        """Begin to cancel a batch; what it has is kept. Raises RequestError, BrokerError."""
+        while True:
+            seen = await self._batch(request)
+            record = seen.record
+            if record.status in ("cancelling", "cancelled"):
+                return _as_json(batch_object(record))
+            if record.status not in ("validating", "in_progress"):
+                message = f"A batch that is {record.status} cannot be cancelled."
+                raise RequestError(Refusal(code="invalid_value", message=message, param="batch_id"))
+            cancelling = moved(record, "cancelling", now=self._bus.clock.now())
+            if await self._records.replace_batch(seen, cancelling):
+                self._keeper.nudge()
+                return _as_json(batch_object(cancelling))
+
+    async def _batch(self, request: Request) -> SeenBatch:
+        seen = await self._records.batch(tenant_of(request), request.path_params["batch"])
+        if seen is None:
+            raise RequestError(
+                Refusal(code="batch_not_found", message="There is no batch of this id.", param="batch_id")
+            )
+        return seen
+
+    async def _check_room(self, tenant: Tenant) -> None:
+        limit = self._bus.settings.batch_limit
+        if sum(not record.is_over for record in await self._records.batches(tenant)) >= limit:
+            message = f"There are {limit} batches under way, which is the limit; try again when one has ended."
+            raise RequestError(Refusal(code="rate_limited", message=message, retry_after_s=60))
+
+
+def _check(body: dict[str, Any]) -> Refusal | None:
+    required = (
+        ("input_file_id", string(min_chars=1, max_chars=100)),
+        ("endpoint", one_of(*OPERATION_OF_URL)),
+        ("completion_window", one_of(*_WINDOWS_S)),
+    )
+    for name, check in required:
+        if body.get(name) is None:
+            return invalid(name, "is required")
+        if refusal := check(body[name], name):
+            return refusal
+    after = body.get("output_expires_after")
+    if after is not None:
+        if not isinstance(after, dict) or after.get("anchor") != "created_at":
+            return invalid("output_expires_after", "must be an object with the anchor 'created_at'")
+        if refusal := _check_ttl(after.get("seconds"), "output_expires_after.seconds"):
+            return refusal
+    return _check_metadata(body.get("metadata"))
+
+
+def _check_metadata(metadata: Any) -> Refusal | None:
+    if metadata is None:
+        return None
+    if not isinstance(metadata, dict) or len(metadata) > _MAX_METADATA:
+        return invalid("metadata", f"must be an object of at most {_MAX_METADATA} strings")
+    for key, value in metadata.items():
+        if refusal := _check_key(key, "metadata") or _check_value(value, "metadata"):
+            return refusal
+    return None
+
+
+def _batch_id(tenant: Tenant, key: str | None) -> str:
+    if key is None:
+        return f"batch_{uuid.uuid4().hex}"
+    return f"batch_{hashlib.blake2b(f'{tenant}/{key}'.encode(), digest_size=16).hexdigest()}"
+
+
+def _as_json(body: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
