@@ -5,7 +5,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import msgspec
@@ -96,10 +96,14 @@ class TenantLimits:
         if permit is not None and account is not None:
             account.purse = account.purse.refunded(permit.at, permit.amount)
 
-    async def run(self) -> None:
-        """Give back what was taken and not spent, until cancelled, so that other routers have it within a second."""
+    async def run(self, *, before: Callable[[], Awaitable[None]]) -> None:
+        """Give back what was taken and not spent, until cancelled, so that other routers have it within a second.
+
+        `before` is called each time first.
+        """
         while True:
             await asyncio.sleep(_GIVE_BACK_EVERY_S)
+            await before()
             for tenant, account in list(self._accounts.items()):
                 try:
                     await self.settle(tenant)

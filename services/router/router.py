@@ -33,14 +33,12 @@ async def run_router(bus: Bus, *, stop: asyncio.Event) -> None:
     view = ConfigView(bus)
     async with workers.running(), view.running(), asyncio.TaskGroup() as group:
         models = Models(bus, workers, view)
-        limits = TenantLimits(bus, view)
-        settlement = Settlement(bus, limits)
+        settlement = Settlement(bus, TenantLimits(bus, view))
         deliveries = Deliveries(bus, JobLog(bus))
         background = [
             group.create_task(deliveries.run(), name="deliveries"),
             group.create_task(keep_clock(bus), name="clock"),
-            group.create_task(limits.run(), name="unspent permits"),
-            group.create_task(settlement.run(), name="settlement"),
+            group.create_task(settlement.run(), name="unspent permits"),
             group.create_task(keep_queue_limits(bus, view), name="queue limits"),
         ]
         ingress = Ingress(bus, models, deliveries, settlement, view)

@@ -1,6 +1,5 @@
 """What a request paid of its tenant's limits a minute and, as its end shows, did not use: it is given back."""
 
-import asyncio
 import itertools
 import logging
 from collections.abc import Callable
@@ -23,7 +22,6 @@ log = logging.getLogger(__name__)
 
 _MAX_KNOWN: Final = 100_000
 _MAX_READ: Final = 1_024
-_AGAIN_S: Final = 0.1
 _WINDOW_SLOTS: Final = int(WINDOW_S / SLOT_S) + 1
 
 
@@ -62,7 +60,6 @@ class Settlement:
         self._now = now or bus.clock.now
         self._known: dict[tuple[str, str], _Known] = {}
         self._ended: dict[tuple[str, str], None] = {}
-        self._noticed = asyncio.Event()
         self._heard: dict[str, Subscription] = {}
 
     async def admit(
@@ -92,8 +89,6 @@ class Settlement:
         known = self._known.get(key)
         if known is not None and known.paid is None:
             known.paid = paid
-            if key in self._ended:
-                self._noticed.set()
 
     def give_back(self, paid: Paid | None) -> None:
         """The request was not taken in: all that it paid goes back."""
@@ -101,24 +96,22 @@ class Settlement:
             self._limits.give_back(paid.permit)
 
     async def run(self) -> None:
-        """Settle jobs as they end, until cancelled."""
+        """Settle jobs that have ended, and write back what is not used, each second, until cancelled."""
         try:
-            while True:
-                await self._noticed.wait()
-                self._noticed.clear()
-                try:
-                    is_all = await self._settle(self._settleable())
-                except BrokerError as error:
-                    log.info("jobs that ended are not settled yet: %s", error)
-                    is_all = False
-                if self._settleable():
-                    self._noticed.set()
-                if not is_all:
-                    await asyncio.sleep(_AGAIN_S)
+            await self._limits.run(before=self.settle)
         finally:
             if not self._bus.nc.is_closed:
                 for subscription in self._heard.values():
                     await subscription.unsubscribe()
+
+    async def settle(self) -> None:
+        """Give back what jobs did not use that have ended since the last time."""
+        try:
+            while jobs := self._settleable():
+                if not await self._settle(jobs):
+                    return
+        except BrokerError as error:
+            log.info("jobs that ended are not settled yet: %s", error)
 
     def _settleable(self) -> dict[tuple[str, str], Paid]:
         """Jobs taken in and said to have ended, as many as are read at once."""
@@ -156,7 +149,6 @@ class Settlement:
         tenant, job = message.subject.split(".")[-2:]
         if (tenant, job) in self._known:
             self._ended[tenant, job] = None
-            self._noticed.set()
 
     def _forget_old(self) -> None:
         oldest = slot_of(self._now()) - _WINDOW_SLOTS

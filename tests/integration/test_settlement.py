@@ -43,7 +43,7 @@ async def routers(bus: Bus, number: int) -> AsyncIterator[list[Router]]:
             for _ in range(number)
         ]
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(run()) for each in made for run in (each.settlement.run, each.limits.run)]
+            tasks = [group.create_task(each.settlement.run()) for each in made]
             yield made
             for task in tasks:
                 task.cancel()
