@@ -18,6 +18,7 @@ from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 
 from headrace.bus.clock import BrokerClock
+from headrace.bus.credentials import connect_options
 from headrace.bus.steady import SteadyClient, honouring_cancel
 from headrace.errors import BrokerUnavailableError, BrokerUnsuitableError, NotProvisionedError
 from headrace.schemas.subjects import SERVICE_INBOX_PREFIX, Names
@@ -144,14 +145,17 @@ class _ApiReply(msgspec.Struct, frozen=True):
 class Bus:
     """A connection with the names and settings of its deployment. Made by `connect`.
 
-    `url` is where it was connected to, credentials included. It reconnects for ever. `closed` is set when the client
-    library gave up for good (it does on some protocol errors): whoever runs the process must end it then, never live
-    on silently.
+    `url` is where it was connected to, credentials included, `inbox_prefix` where its inboxes are. It reconnects for
+    ever. `closed` is set when the client library gave up for good (it does on some protocol errors): whoever runs the
+    process must end it then, never live on silently.
     """
 
-    def __init__(self, nc: Client, settings: Settings, url: str = "") -> None:
+    def __init__(
+        self, nc: Client, settings: Settings, url: str = "", *, inbox_prefix: str = SERVICE_INBOX_PREFIX
+    ) -> None:
         self.nc = nc
         self.url = url
+        self.inbox_prefix = inbox_prefix
         self.settings = settings
         self.names = Names(prefix=settings.prefix)
         self.clock = BrokerClock()
@@ -352,7 +356,11 @@ async def _waited_for(subscription: Subscription, timeout_s: float) -> Msg | Non
 async def connect(
     url: str, settings: Settings, *, name: str, inbox_prefix: str = SERVICE_INBOX_PREFIX
 ) -> AsyncIterator[Bus]:
-    """A connected `Bus`. Tries for `retry_for_s`, then raises BrokerUnavailableError with the last reason."""
+    """A connected `Bus`. Tries for `retry_for_s`, then raises BrokerUnavailableError with the last reason.
+
+    Shows the credential and the certificate that the settings name; raises ConfigError where one cannot be used.
+    """
+    options = connect_options(settings)
     problems: list[str] = []
     bus_holder: list[Bus] = []
 
@@ -395,6 +403,7 @@ async def connect(
                 closed_cb=on_closed,
                 reconnected_cb=on_reconnected,
                 disconnected_cb=on_disconnected,
+                **options,
             )
     except (TimeoutError, NatsError, OSError, ValueError) as error:
         reason = problems[0] if problems else str(error) or type(error).__name__
@@ -408,7 +417,7 @@ async def connect(
         with contextlib.suppress(NatsError, OSError, AssertionError):
             await nc.close()
         raise
-    bus = Bus(nc, settings, url)
+    bus = Bus(nc, settings, url, inbox_prefix=inbox_prefix)
     bus_holder.append(bus)
     async with bus:
         yield bus

@@ -42,6 +42,7 @@ _STYLES: Final = ("cyan", "magenta", "blue", "green", "yellow")
     "-o", "--option", "options", multiple=True, callback=parse_assignments, metavar="KEY=VALUE",
     help="An option of the engine; repeatable.",
 )  # fmt: skip
+@click.option("--secure", is_flag=True, help="Let nobody use the broker without a credential.")
 @with_settings
 def up(
     settings: Settings,
@@ -51,11 +52,14 @@ def up(
     port: int | None,
     max_concurrency: int | None,
     options: dict[str, str],
+    secure: bool,
 ) -> None:
     """Start broker, router, monitor, workers and gateway here, and keep them running until Ctrl-C.
 
     The broker is the real nats-server, on loopback, with its store in the state directory; HEADRACE_NATS_URL uses one
     that runs already. A part that dies is started again. Ctrl-C lets the workers drain; a second one ends all at once.
+    With --secure the broker asks everybody for a credential, as `headrace provision --secure` makes them; this user's
+    commands find the operator's by themselves.
 
     \b
     headrace up
@@ -65,6 +69,10 @@ def up(
     model = model or (DEFAULT_MODEL if engine == "llama" else "sim" if engine == "sim" else None)
     if model is None:
         raise click.UsageError(f"engine {engine} needs --model NAME")
+    if secure and settings.nats_url is not None:
+        raise click.UsageError(
+            "--secure is for the embedded broker; another is secured by `headrace provision --secure`"
+        )
     if not is_model_name(model):
         raise ConfigError("--model: allowed are 1 to 100 bytes without control characters")
     if port is not None:
@@ -78,6 +86,7 @@ def up(
         max_concurrency=max_concurrency,
         options=options,
         http_port=_http_port(settings),
+        is_secure=secure,
     )
     asyncio.run(run_until(lambda stop, started: _up(settings, plan, stop, started)))
 
@@ -167,7 +176,7 @@ def _next_steps(settings: Settings, stack: Stack) -> str:
             f'  headrace ask{here} "What is a headrace?"',
             f"  headrace status{here} --watch",
             *_curl(settings, plan),
-            f"  {nats_one_liner(stack)}",
+            *([] if plan.is_secure else [f"  {nats_one_liner(stack)}"]),
             "",
             "Ctrl-C stops everything.",
         )
