@@ -271,6 +271,10 @@ class Names(msgspec.Struct, frozen=True):
         except ValueError:
             return None
 
+    def tenant_of_infer(self, subject: str) -> str:
+        """Whose request it is, whatever else is wrong with an ingress subject; may be no tenant's name."""
+        return subject.removeprefix(f"{self.prefix}.infer.").partition(".")[0]
+
     def jobs_filter(self, model: str) -> str:
         """All jobs of a model."""
         return f"{self.prefix}.jobs.{model_to_token(model)}.>"

@@ -1,11 +1,12 @@
 """What each role may publish and subscribe to: one pure function for each, from the names of the deployment alone.
 
 JetStream is asked by publishing, so a stream's or consumer's name in the subject of the call is what can be permitted.
-What stands only in a call's body cannot be: `docs/security.md` says what follows from that for each role.
+What stands only in a call's body cannot be: `docs/security.md` says what follows from that for each role. A `*` at the
+end of what may be subscribed to also permits `>` in its place (nats-server compares token by token).
 """
 
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
 
@@ -26,6 +27,7 @@ class Permissions(msgspec.Struct, frozen=True, kw_only=True):
     publish: tuple[str, ...] = ()
     deny_publish: tuple[str, ...] = ()
     subscribe: tuple[str, ...] = ()
+    deny_subscribe: tuple[str, ...] = ()
     may_answer: bool = False
 
     def as_config(self) -> dict[str, Any]:
@@ -33,7 +35,10 @@ class Permissions(msgspec.Struct, frozen=True, kw_only=True):
         publish: dict[str, Any] = {"allow": list(self.publish)} if self.publish else {"deny": [">"]}
         if self.deny_publish:
             publish["deny"] = list(self.deny_publish)
-        config: dict[str, Any] = {"publish": publish, "subscribe": {"allow": list(self.subscribe)}}
+        subscribe = {"allow": list(self.subscribe)}
+        if self.deny_subscribe:
+            subscribe["deny"] = list(self.deny_subscribe)
+        config: dict[str, Any] = {"publish": publish, "subscribe": subscribe}
         if self.may_answer:
             config["allow_responses"] = {"max": 1, "expires": _ANSWER_WITHIN}
         return config
@@ -186,6 +191,8 @@ def gateway(names: Names) -> Permissions:
             f"$KV.{names.config_bucket}.>",
             *_service("gateway"),
         ),
+        # The broker takes the last `*` above to permit `_INBOX._svc.>`; what is denied is kept from that one too.
+        deny_subscribe=tuple(f"{service_inbox(each)}.>" for each in get_args(Service) if each != "gateway"),
         may_answer=True,
     )
 
@@ -246,4 +253,5 @@ def _own(service: Service, identity: str = "") -> list[str]:
 def _service(service: Service, identity: str = "") -> list[str]:
     """Its own inboxes, and the services protocol under its name."""
     name = f"headrace-{service}"
-    return [*_own(service, identity), "$SRV.*", f"$SRV.*.{name}", f"$SRV.*.{name}.*"]
+    verbs = [f"$SRV.{verb}" for verb in ("PING", "INFO", "STATS")]
+    return [*_own(service, identity), *(f"{verb}{of}" for verb in verbs for of in ("", f".{name}", f".{name}.*"))]

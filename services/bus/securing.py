@@ -99,7 +99,7 @@ class SecureDirectory:
             action = "kept"
         else:
             seed, key = new_credential(secrets.token_bytes(_ENTROPY_BYTES))
-            write_private(file, f"# Headrace: the credential of {member.name}. Keep it secret.\n{seed}\n".encode())
+            write_private(file, seed.encode())  # nothing else, not even a line's end: nats-py signs with the whole file
         known[member.name] = msgspec.structs.replace(member, key=key)
         return Secured(name=member.name, file=str(file), action=action)
 

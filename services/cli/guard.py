@@ -22,21 +22,25 @@ class Guard:
     `operator_settings` are the settings with the operator's credential. Raises ConfigError where it cannot be written.
     """
 
-    def __init__(self, settings: Settings, *, model: str) -> None:
+    def __init__(self, settings: Settings, *, model: str, num_workers: int) -> None:
         self.directory = SecureDirectory(Path(settings.state_dir) / SECURE_DIR)
-        self.worker_id = settings.worker_id or _WORKER_ID
+        self._worker_id = settings.worker_id or _WORKER_ID
         self._model = model
         self._names = Names(settings.prefix)
-        self.directory.enrol(self._names, ())
+        self.directory.enrol(self._names, [self._worker(number) for number in range(1, num_workers + 1)])
         file = str(self.directory.file_of(OPERATOR))
         self.operator_settings = msgspec.structs.replace(settings, nats_credentials=file)
 
-    def enrolled_worker(self, worker_id: str) -> Member:
+    def worker(self, number: int) -> Member:
         """A worker of the model, known to the broker from now on."""
-        member = Member(role="worker", worker=worker_id, model=self._model)
-        self.directory.enrol(self._names, [member])
-        reload_embedded(self.operator_settings, self.directory)
+        member = self._worker(number)
+        done = self.directory.enrol(self._names, [member])
+        if any(each.action != "kept" for each in done):
+            reload_embedded(self.operator_settings, self.directory)
         return member
+
+    def _worker(self, number: int) -> Member:
+        return Member(role="worker", worker=f"{self._worker_id}-{number}", model=self._model)
 
     def credentials_of(self, member: Member) -> dict[str, str]:
         """Variables that give a part its credential."""

@@ -44,8 +44,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     `has_notices`: whether the monitor gets the embedded broker's system account, and with it disconnect notices.
     `temp_dir` is where the parts keep temporary files, which one that is killed leaves behind. `http_port` is where the
-    gateway listens; None: there is none. `is_secure`: each part has a credential of its own, and the embedded broker lets
-    in nobody without one.
+    gateway listens; None: there is none. `is_secure`: each part has a credential of its own, and the embedded broker
+    lets in nobody without one.
     """
 
     model: str
@@ -182,7 +182,7 @@ async def running_stack(
         if settings.nats_url is None:
             on_step("starting the broker")
             if plan.is_secure:
-                guard = Guard(settings, model=plan.model)
+                guard = Guard(settings, model=plan.model, num_workers=plan.num_workers)
                 settings = guard.operator_settings
             directory = guard.directory if guard is not None else None
             broker = SupervisedBroker(Path(settings.state_dir), port=settings.broker_port, directory=directory)
@@ -291,11 +291,12 @@ def _worker(
     on_line: Callable[[str, str], None],
 ) -> Supervised:
     is_only = number == plan.num_workers == 1
-    worker_id = guard.worker_id if guard is not None else settings.worker_id
+    worker_id = settings.worker_id
     if worker_id is not None and not is_only:
         worker_id = f"{worker_id}-{number}"
-    if guard is not None and worker_id is not None:
-        env = _guarded(env, guard, guard.enrolled_worker(worker_id))
+    if guard is not None:
+        member = guard.worker(number)
+        worker_id, env = member.worker, _guarded(env, guard, member)
     name = "worker" if is_only else f"worker-{number}"
     return Supervised(
         name,

@@ -70,9 +70,7 @@ def up(
     if model is None:
         raise click.UsageError(f"engine {engine} needs --model NAME")
     if secure and settings.nats_url is not None:
-        raise click.UsageError(
-            "--secure is for the embedded broker; another is secured by `headrace provision --secure`"
-        )
+        raise click.UsageError("--secure is for the embedded broker; see `headrace provision --secure` for another")
     if not is_model_name(model):
         raise ConfigError("--model: allowed are 1 to 100 bytes without control characters")
     if port is not None:

@@ -39,14 +39,14 @@ class Control:
 
     async def status(self, incoming: IncomingRequest) -> None:
         """Answer with the job's `JobStatus`, or `job_not_found`; have the broker answer what asks for events."""
+        if not self._may_answer(incoming):
+            return
         found = _job_of(incoming.subject)
         wish = _status_request(incoming.data)
         if found is None or wish is None:
             await refuse(self._bus, incoming, _not_found() if found is None else _bad_status_body())
             return
         tenant, job = found
-        if not self._may_answer(incoming, tenant):
-            return
         if wish.last_event or wish.events_from is not None:
             await self._send(incoming.reply, tenant, job, wish)
             return
@@ -67,6 +67,8 @@ class Control:
         A worker may append many times a second, each of which wins over an append that was prepared before. So only
         the first look is at the whole log; after a lost race nothing but the last event is read before the next try.
         """
+        if not self._may_answer(incoming):
+            return
         found = _job_of(incoming.subject)
         wish = _cancel_request(incoming.data)
         if found is None or wish is None:
@@ -74,8 +76,6 @@ class Control:
             await refuse(self._bus, incoming, refusal)
             return
         tenant, job = found
-        if not self._may_answer(incoming, tenant):
-            return
         state = _with_wish(await self._log.state(tenant, job), wish)
         queued = None if state.is_terminal else await self._message(tenant, job, state)
         if state.last is None and queued is None:
@@ -107,8 +107,9 @@ class Control:
             return
         await refuse(self._bus, incoming, Refusal(code="internal", message="the broker gave no clear answer in time"))
 
-    def _may_answer(self, incoming: IncomingRequest, tenant: str) -> bool:
+    def _may_answer(self, incoming: IncomingRequest) -> bool:
         """Whether the answer goes to who may ask; NATS does not check what a client names as its reply."""
+        tenant = incoming.subject.split(".")[-2]
         if not self._bus.settings.is_secured or not incoming.reply or is_reply_to_tenant(incoming.reply, tenant):
             return True
         log.info("a request of tenant %s was dropped: its reply subject is not the tenant's own", tenant)

@@ -91,9 +91,8 @@ class Ingress:
             log.info("a request without a reply inbox and without an id was dropped: nobody could read its answer")
             span.fail("invalid_value")
             return None
-        ingress = self._names.parse_infer(incoming.subject)
         if incoming.reply:
-            tenant = ingress.tenant if ingress is not None else subjects.DEFAULT_TENANT
+            tenant = self._names.tenant_of_infer(incoming.subject)
             if refusal := self._reply_refusal(incoming.reply, tenant):
                 log.info("a request of tenant %s was refused: %s", tenant, refusal.message)
                 span.fail(refusal.code)
