@@ -10,10 +10,11 @@ import os
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
-import nats
 import pytest
 import pytest_asyncio
+from nats.aio.client import Client as BareClient
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
@@ -104,13 +105,13 @@ async def test_a_stranger_is_not_let_in(scene: Scene, how: str) -> None:
     async def ignore(error: Exception) -> None:
         pass
 
-    arguments = {
+    arguments: dict[str, Any] = {
         "nothing": {},
         "password": {"user": "router", "password": "router"},
         "token": {"token": "secret"},
         "own nkey": {"nkeys_seed_str": new_credential(os.urandom(32))[0]},
     }[how]
-    client = nats.NATS()
+    client = BareClient()
     try:
         with pytest.raises(NatsError):
             await client.connect(
