@@ -97,7 +97,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 shown, schemes = _without_secrets(url)[:80], ", ".join(_URL_SCHEMES)
                 raise ConfigError(f"{key} is {shown!r}; allowed: a URL that begins with {schemes}")
         if (self.nats_tls_cert is None) != (self.nats_tls_key is None):
-            raise ConfigError("nats_tls_cert and nats_tls_key are allowed only together")
+            raise ConfigError("one of nats_tls_cert and nats_tls_key is not given; allowed: both or neither")
         if self.worker_id is not None and not is_worker_id(self.worker_id):
             raise ConfigError(f"worker_id is {self.worker_id!r}; allowed: 1 to 64 of A-Z a-z 0-9 _ -")
         if self.replicas not in (1, 3, 5):

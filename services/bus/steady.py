@@ -45,7 +45,7 @@ class SteadyClient(Client):
             await super()._process_connect_init()
         except BaseException:
             if self._transport:  # a server that lets us not in: nats-py would drop the socket open, one with each try
-                self._transport.close()
+                self._transport.close()  # type: ignore[no-untyped-call]
             raise
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:

@@ -134,6 +134,7 @@ NOT_TO_HEAR = [
 
 
 async def test_a_tenant_hears_nothing_but_its_own_inboxes(scene: Scene) -> None:
+    """SEC-2: inboxes, logs, requests, heartbeats, configuration, the system's: no subscription is taken."""
     async with bare(scene.broker, RIVAL, inbox_prefix="_INBOX.rival") as client:
         for subject in NOT_TO_HEAR:
             assert await client.is_deaf(subject), subject
@@ -174,7 +175,7 @@ NOT_TO_SAY = [
 
 
 async def test_a_tenant_says_nothing_but_its_own_requests(scene: Scene) -> None:
-    """Forged chunks, cancels and acks, JetStream's whole API, configuration, heartbeats: refused, each and all."""
+    """SEC-2: forged chunks, cancels and acks, JetStream's whole API, configuration, heartbeats: all refused."""
     async with bare(scene.broker, RIVAL, inbox_prefix="_INBOX.rival") as client, stream_stays_whole(scene) as job:
         for subject in (*NOT_TO_SAY, NAMES.job_inbox("acme", job), NAMES.cancel("acme", job)):
             assert await client.is_refused(subject, b"{}"), subject

@@ -126,7 +126,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         connect_options(Settings(nats_tls_ca=missing))
     with pytest.raises(ConfigError, match="HEADRACE_NATS_TLS_CERT and HEADRACE_NATS_TLS_KEY"):
         connect_options(Settings(nats_tls_cert=missing, nats_tls_key=missing))
-    with pytest.raises(ConfigError, match="only together"):
+    with pytest.raises(ConfigError, match="both or neither"):
         Settings(nats_tls_cert=missing)
 
 
