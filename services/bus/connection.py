@@ -5,6 +5,7 @@ import contextlib
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, Final, Self
@@ -62,6 +63,8 @@ _LOST_RACE: Final = frozenset({ERR_WRONG_LAST_SEQUENCE, ERR_WRONG_LAST_SEQUENCE_
 _RECONNECT_WAIT_S: Final = 0.2
 _PING_INTERVAL_S: Final = 5
 _CLOCK_EVERY_S: Final = 60.0
+_MAX_DENIALS: Final = 32
+_DENIAL: Final = "permissions violation"
 _MAX_PENDING_MESSAGES: Final = 65_536
 _MAX_PENDING_BYTES: Final = 32 * 1024 * 1024
 
@@ -162,6 +165,7 @@ class Bus:
         self.closed = asyncio.Event()
         self._is_leaving = False
         self.on_reconnect: list[Callable[[], Awaitable[None]]] = []
+        self.denials: deque[str] = deque(maxlen=_MAX_DENIALS)
 
     async def __aenter__(self) -> Self:
         return self
@@ -234,6 +238,8 @@ class Bus:
         except NoRespondersError:
             raise NotProvisionedError(f"nobody answers on {subject}") from None
         except (NatsTimeoutError, TimeoutError):
+            if any(f'"{subject.lower()}"' in words for words in self.denials):
+                raise BrokerUnavailableError(f"the broker does not permit {subject} to this credential") from None
             raise BrokerUnavailableError(f"no answer on {subject} within {timeout_s:g} s") from None
         except (NatsError, OSError) as error:
             raise BrokerUnavailableError(f"{subject}: {error or type(error).__name__}") from None
@@ -368,6 +374,9 @@ async def connect(
         problems[:] = [str(error) or type(error).__name__]
         # One comes with each message dropped, and with each try while the broker is away, which is said once.
         is_repeated = isinstance(error, SlowConsumerError) or not nc.is_connected
+        for bus in bus_holder:
+            if _DENIAL in problems[0].lower():
+                bus.denials.append(problems[0].lower())
         level = logging.WARNING if bus_holder and not is_repeated else logging.DEBUG
         log.log(level, "broker connection: %s", problems[0])
 

@@ -20,6 +20,7 @@ __all__ = [
     "ROUTER",
     "STANDING",
     "SYSTEM_ACCOUNT",
+    "TENANT",
     "Member",
     "Tls",
     "accounts",
@@ -85,6 +86,7 @@ ROUTER: Final = Member(role="router")
 MONITOR: Final = Member(role="monitor")
 NOTICES: Final = Member(role="notices")
 GATEWAY: Final = Member(role="gateway")
+TENANT: Final = Member(role="tenant", tenant=DEFAULT_TENANT)
 
 STANDING: Final = (
     OPERATOR,
@@ -92,7 +94,7 @@ STANDING: Final = (
     MONITOR,
     NOTICES,
     GATEWAY,
-    Member(role="tenant", tenant=DEFAULT_TENANT),
+    TENANT,
 )
 """Users that every deployment has."""
 

@@ -12,9 +12,12 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from headrace.bus.members import TENANT
+from headrace.bus.securing import SecureDirectory
 from headrace.cli import http
 from headrace.cli.options import parse_assignments, with_settings
 from headrace.cli.render import console, is_terminal, safe
+from headrace.cli.secure import secure_directory
 from headrace.cli.serve import DEFAULT_MODEL
 from headrace.cli.serving import run_until
 from headrace.cli.stack import Plan, Stack, running_stack
@@ -144,11 +147,14 @@ def _http_port(settings: Settings) -> int | None:
     raise ConfigError(f"HEADRACE_HTTP_PORT is {port}, which cannot be had on {host}; 0 is any free port")
 
 
-def nats_one_liner(stack: Stack) -> str:
-    """A request that needs nothing but the NATS command line."""
+def nats_one_liner(stack: Stack, directory: SecureDirectory | None = None) -> str:
+    """A request that needs nothing but the NATS command line, and on a secured broker the tenant's credential."""
     subject = stack.bus.names.infer(DEFAULT_TENANT, "chat", stack.plan.model)
     body = '{"messages":[{"role":"user","content":"hi"}]}'
     server = "" if stack.url.endswith(":4222") else f"--server {shlex.quote(stack.url)} "
+    if directory is not None:
+        nkey = shlex.quote(str(directory.file_of(TENANT)))
+        server += f"--nkey {nkey} --inbox-prefix=_INBOX.{DEFAULT_TENANT} "
     return f"nats {server}req {shlex.quote(subject)} '{body}' --replies 0 --reply-timeout 60s"
 
 
@@ -174,7 +180,7 @@ def _next_steps(settings: Settings, stack: Stack) -> str:
             f'  headrace ask{here} "What is a headrace?"',
             f"  headrace status{here} --watch",
             *_curl(settings, plan),
-            *([] if plan.is_secure else [f"  {nats_one_liner(stack)}"]),
+            f"  {nats_one_liner(stack, secure_directory(settings, None) if plan.is_secure else None)}",
             "",
             "Ctrl-C stops everything.",
         )

@@ -31,16 +31,19 @@ async def connect(
     url: str | None = None,
     *,
     tenant: str = DEFAULT_TENANT,
+    credentials: str | None = None,
     settings: Settings | None = None,
     name: str = "headrace-client",
 ) -> AsyncIterator["Client"]:
     """A connected client of one tenant.
 
     Without `url`: HEADRACE_NATS_URL, else the broker that `headrace up` runs for this user. A secured broker asks for
-    the tenant's credential: HEADRACE_NATS_CREDENTIALS. Raises BrokerUnavailableError where none answers, ConfigError
-    for settings, a credential or a tenant name that cannot be.
+    the tenant's credential: the file `credentials`, else HEADRACE_NATS_CREDENTIALS. Raises BrokerUnavailableError where
+    none answers, ConfigError for settings, a credential or a tenant name that cannot be.
     """
     settings = settings if settings is not None else load()
+    if credentials is not None:
+        settings = msgspec.structs.replace(settings, nats_credentials=credentials)
     if not is_name(tenant):
         raise _invalid("tenant", "must be 1 to 40 of a-z 0-9 -")
     url, settings = (url, settings) if url is not None else _located(settings)

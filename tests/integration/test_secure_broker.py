@@ -17,6 +17,7 @@ from headrace.bus.connection import Bus, connect
 from headrace.bus.disconnects import Disconnect, disconnects
 from headrace.bus.joblog import JobLog
 from headrace.bus.members import MONITOR, NOTICES, OPERATOR, ROUTER, Tls
+from headrace.bus.provision import ensure_jobs_stream
 from headrace.bus.securing import SecureDirectory
 from headrace.bus.server import EmbeddedBroker, discover, find_nats_server
 from headrace.cli.app import command
@@ -94,6 +95,17 @@ async def test_a_wrong_credential_says_so_and_shows_nothing(tmp_path: Path, pref
         await until(is_refused)
         assert "uthorization" in said[0]
         assert secret not in said[0]
+
+
+async def test_what_a_credential_may_not_is_said(tmp_path: Path, prefix: str) -> None:
+    """A worker whose model's stream nobody made, and one that is told another model than its credential's."""
+    async with secured_broker(tmp_path, prefix, [worker("w1", "m")]) as broker:
+        settings = broker.settings(worker("w1", "m"), retry_for_s=1, request_timeout_s=1)
+        async with connect(broker.url, settings, name="w1", inbox_prefix=service_inbox("worker", "w1")) as bus:
+            with pytest.raises(BrokerUnavailableError, match=r"not permit .*STREAM\.CREATE\..*_JOBS_m to this"):
+                await ensure_jobs_stream(bus, "m")
+            with pytest.raises(BrokerUnavailableError, match=r"not permit .*STREAM\.INFO\..*_JOBS_other to this"):
+                await ensure_jobs_stream(bus, "other")
 
 
 async def test_over_tls_with_a_ca_of_its_own(tmp_path: Path, prefix: str) -> None:

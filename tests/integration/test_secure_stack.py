@@ -20,6 +20,7 @@ from headrace.client import Client, Delta, Done, Requeued, Started
 from headrace.errors import JobCancelledError, JobFailedError
 from headrace.lifecycle import ChildProcess
 from headrace.schemas.subjects import DEFAULT_TENANT
+from headrace.settings import Settings
 from tests.deployment import until
 from tests.processes import part, serving
 from tests.secured import ACME, SecuredBroker, secured_broker, worker
@@ -84,7 +85,9 @@ async def stack(tmp_path: Path, prefix: str) -> AsyncIterator[Stack]:
             workers["w2"],
             workers["w3"],
             started(GATEWAY, "serve", "gateway", HEADRACE_HTTP_HOST="127.0.0.1", HEADRACE_HTTP_PORT=str(port)),
-            headrace.client.connect(broker.url, tenant="acme", settings=broker.settings(ACME)) as client,
+            headrace.client.connect(
+                broker.url, tenant="acme", credentials=broker.credentials(ACME), settings=Settings(prefix=prefix)
+            ) as client,
         ):
             await serving(client, ONE)
             await serving(client, TWO)
