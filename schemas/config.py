@@ -13,6 +13,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from headrace.schemas.keys import MAX_KEYS, ApiKey, owners_of
 from headrace.schemas.openai import Operation
 from headrace.schemas.subjects import DEFAULT_POOL, DEFAULT_QUEUE, is_model_name
 
@@ -40,13 +41,35 @@ class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Limits and share of one tenant; key `tenants.<tenant>`. A configured tenant has a queue of its own.
 
     `weight` is its share of a lane against the other queues. `max_in_flight` bounds its queued and running requests of
-    one model. The two others bound what is taken in during any 60 seconds; tokens are those a request may come to need.
+    one model. The two others bound what is taken in during any 60 seconds; tokens are those a request may come to need,
+    less what it turned out not to. `models` are the models and aliases it may name, None is all; an alias that it may
+    name leads to its targets whether they are there or not. `pool` is where its requests go that no rule and no header
+    sends elsewhere, at models that have such a pool for it. `keys` are those of the HTTP edge; in a file, None leaves
+    them as they are.
     """
 
     weight: Weight = 1.0
     max_in_flight: Limit | None = None
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None
+    pool: Name | None = None
+    models: Annotated[tuple[str, ...], Meta(max_length=1000)] | None = None
+    keys: Annotated[tuple[ApiKey, ...], Meta(max_length=MAX_KEYS)] | None = None
+
+    def __post_init__(self) -> None:
+        """Rules between keys. Raises ValueError."""
+        for model in self.models or ():
+            if not is_model_name(model):
+                raise ValueError(
+                    f"models has {model[:80]!r}, no model name; allowed: 1 to 100 bytes without control characters"
+                )
+        names = [key.name for key in self.keys or ()]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"keys has the name {twice!r} twice; allowed: each name once")
+
+    def may_name(self, model: str) -> bool:
+        """Whether it may use a model, or alias, of this name."""
+        return self.models is None or model in self.models
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -173,7 +196,8 @@ class AliasConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Everything configured, at one moment.
 
-    `owners` have a queue of their own; the other configured tenants share `shared`. Both are found here.
+    `owners` have a queue of their own; the other configured tenants share `shared`; `key_owners` are the tenants of the
+    hashes of keys, and `has_keys` says whether there is any key. All of that is found here.
     """
 
     tenants: dict[str, TenantConfig] = {}
@@ -181,6 +205,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     aliases: dict[str, AliasConfig] = {}
     owners: frozenset[str] = frozenset()
     shared: tuple[str, ...] = ()
+    key_owners: dict[str, str] = {}
+    has_keys: bool = False
 
     def __post_init__(self) -> None:
         """Find who owns and who shares once, for all requests."""
@@ -190,6 +216,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         sharing = (owner for owner in owners if self.tenants[owner].max_in_flight is None)
         msgspec.structs.force_setattr(self, "owners", frozenset(owners))
         msgspec.structs.force_setattr(self, "shared", (DEFAULT_QUEUE, *sharing))
+        keys = owners_of({tenant: entry.keys or () for tenant, entry in self.tenants.items()})
+        msgspec.structs.force_setattr(self, "key_owners", keys)
+        msgspec.structs.force_setattr(self, "has_keys", any(entry.keys for entry in self.tenants.values()))
 
     def tenant(self, tenant: str) -> TenantConfig:
         """A tenant's configuration; the defaults, without limits, for one that is not configured."""

@@ -18,6 +18,7 @@ Entry = TenantConfig | ModelConfig | AliasConfig
 _TYPES: Final[dict[Section, type[Entry]]] = {"tenants": TenantConfig, "models": ModelConfig, "aliases": AliasConfig}
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
+_SECRET = re.compile(r"\.keys\b")
 _STEP = re.compile(r"\.(?P<field>[A-Za-z_]\w*)|\[(?P<index>[^\]]*)\]")
 _E = TypeVar("_E", bound=Entry)
 
@@ -81,6 +82,11 @@ def decode_file(text: str, *, is_json: bool) -> Config:
     for name, alias in config.aliases.items():
         if chained := next((target.name for target in alias.targets if target.name in config.aliases), None):
             raise InvalidConfig(f"aliases.{name} has the target {chained!r}, an alias; allowed: models")
+    for name, tenant in config.tenants.items():
+        if shared := next((key for key in tenant.keys or () if key.sha256 not in config.key_owners), None):
+            raise InvalidConfig(
+                f"tenants.{name} has the key {shared.name!r} of another tenant; allowed: keys of its own"
+            )
     return config
 
 
@@ -126,7 +132,8 @@ def _explain(message: str, value: Any, type_: Any, key: str) -> str:
         return f"{place}: {what}"
     if "missing required field" in what:
         return f"{place}: {what}; allowed: {_allowed(info)}"
-    return f"{place} is {_short(value)}; allowed: {_allowed(info)}"
+    shown = "not that" if _SECRET.search(place) else _short(value)  # somebody may have written a key in its place
+    return f"{place} is {shown}; allowed: {_allowed(info)}"
 
 
 def _descend(info: Any, value: Any, field: str | None, index: str | None) -> tuple[Any, Any]:

@@ -37,10 +37,25 @@ def bench() -> None:
 @click.option("--kills", type=click.IntRange(1, 1000), default=20, show_default=True, help="Workers lost, each kind.")
 @click.option("--streams", type=click.IntRange(1, 200), default=1, show_default=True, help="Streams open at each.")
 @click.option("--pace", type=click.IntRange(1, 1000), default=50, show_default=True, help="Tokens per second of each.")
+@click.option(
+    "--survivors",
+    type=click.IntRange(0, 8),
+    default=0,
+    show_default=True,
+    help="All streams on one worker; so many others join, idle, before it is lost. 0: two share the streams.",
+)
 @click.option("--kind", "kinds", type=click.Choice(list(KINDS)), multiple=True, help="Default: all; repeatable.")
 @_json
 @with_settings
-def failover(settings: Settings, kills: int, streams: int, pace: int, kinds: tuple[str, ...], as_json: bool) -> None:
+def failover(
+    settings: Settings,
+    kills: int,
+    streams: int,
+    pace: int,
+    survivors: int,
+    kinds: tuple[str, ...],
+    as_json: bool,
+) -> None:
     """How long a stream stands still when the worker that produces it is lost.
 
     Two workers run; one is killed (SIGKILL) or stopped (SIGSTOP, a hang) in mid-stream, then replaced. Two times are
@@ -56,7 +71,7 @@ def failover(settings: Settings, kills: int, streams: int, pace: int, kinds: tup
     chosen = list(kinds) or list(KINDS)
     result = measure(
         lambda progress: measure_failover(
-            settings, progress, kinds=chosen, num_kills=kills, num_streams=streams, pace=pace
+            settings, progress, kinds=chosen, num_kills=kills, num_streams=streams, pace=pace, num_survivors=survivors
         )
     )
     _show(result, shown_failover(result), as_json=as_json)

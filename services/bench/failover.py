@@ -24,6 +24,8 @@ __all__ = ["KINDS", "FailoverKind", "FailoverResult", "measure_failover", "shown
 _NUM_WORKERS: Final = 2
 _KILL_AFTER: Final = 5
 _NUM_TOKENS: Final = 40
+_JOIN_WITHIN_S: Final = 4.0
+"""How long the streams last that wait for survivors to join."""
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,28 +68,48 @@ class FailoverResult(msgspec.Struct, frozen=True, kw_only=True):
 
     machine: Machine
     tokens_per_second: int
+    num_survivors: int
     kinds: list[FailoverKind]
 
 
 async def measure_failover(
-    settings: Settings, progress: Progress, *, kinds: list[str], num_kills: int, num_streams: int, pace: int
+    settings: Settings,
+    progress: Progress,
+    *,
+    kinds: list[str],
+    num_kills: int,
+    num_streams: int,
+    pace: int,
+    num_survivors: int = 0,
 ) -> FailoverResult:
     """Lose `num_kills` workers of each kind, with so many streams open, each of `pace` tokens a second.
 
-    Raises HeadraceError for a damaged stream.
+    Two workers share the streams; with `num_survivors` all of them run on the one that is lost, and so many others,
+    started after it, are idle. Raises HeadraceError for a damaged stream, or one that ended before its worker was lost.
     """
     where = machine()
     found = [
-        await _measure_kind(settings, progress, name, num_kills=num_kills, num_streams=num_streams, pace=pace)
+        await _measure_kind(
+            settings, progress, KINDS[name], num_kills=num_kills, num_streams=num_streams, pace=pace,
+            num_survivors=num_survivors,
+        )
         for name in kinds
-    ]
-    return FailoverResult(machine=where, tokens_per_second=pace, kinds=found)
+    ]  # fmt: skip
+    return FailoverResult(machine=where, tokens_per_second=pace, num_survivors=num_survivors, kinds=found)
 
 
 async def _measure_kind(
-    settings: Settings, progress: Progress, name: str, *, num_kills: int, num_streams: int, pace: int
+    settings: Settings,
+    progress: Progress,
+    kind: Kind,
+    *,
+    num_kills: int,
+    num_streams: int,
+    pace: int,
+    num_survivors: int,
 ) -> FailoverKind:
-    kind = KINDS[name]
+    num_tokens = _NUM_TOKENS + int(pace * _JOIN_WITHIN_S if num_survivors else 0)
+    num_before = 1 if num_survivors else _NUM_WORKERS
     to_claimed: list[float] = []
     to_started: list[float] = []
     gaps: list[float] = []
@@ -96,14 +118,16 @@ async def _measure_kind(
         settings,
         progress,
         options={"tokens_per_second": str(pace), "kv_tokens": "1000000", "max_concurrency": "256"},
-        num_workers=_NUM_WORKERS,
+        num_workers=num_before,
         max_concurrency=256,
         has_notices=kind.has_notices,
     ) as field:
         for number in range(1, num_kills + 1):
             progress.say(f"{kind.title}: {number} of {num_kills}")
-            await field.workers_ready(_NUM_WORKERS)
-            streams, lost_at, lost_unix = await _lose_one(field, kind, num_streams)
+            await field.workers_ready(num_before)
+            streams, lost_at, lost_unix = await _lose_one(
+                field, kind, num_streams, num_tokens=num_tokens, num_survivors=num_survivors
+            )
             for stream in streams:
                 if len(stream.starts) > 1 and stream.done is not None:
                     to_claimed += await _claimed_after(field, stream.done.job, lost_unix)
@@ -112,7 +136,7 @@ async def _measure_kind(
                     to_started.append(takeover.at - lost_at)
                     gaps += [takeover.gap_s] if takeover.gap_s is not None else []
     return FailoverKind(
-        kind=name,
+        kind=next(name for name, each in KINDS.items() if each is kind),
         num_kills=num_kills,
         num_streams=num_kills * num_streams,
         num_moved=num_moved,
@@ -132,33 +156,45 @@ async def _claimed_after(field: Ground, job: str, lost_unix: float) -> list[floa
     return [at - lost_unix for at in stored if at is not None and at > lost_unix][:1]
 
 
-async def _lose_one(field: Ground, kind: Kind, num_streams: int) -> tuple[list[Watched], float, float]:
-    """Open the streams, lose the worker of the first in mid-stream, read all to their end.
+async def _lose_one(
+    field: Ground, kind: Kind, num_streams: int, *, num_tokens: int = _NUM_TOKENS, num_survivors: int = 0
+) -> tuple[list[Watched], float, float]:
+    """Open the streams, lose the worker of the first in mid-stream, read all to their end; as many workers as before
+    are there again, or about to be.
 
     When it was lost comes by both clocks.
     """
     streams = [Watched(threshold=_KILL_AFTER) for _ in range(num_streams)]
     async with asyncio.TaskGroup() as group:
         for number, watched in enumerate(streams):
-            group.create_task(_read(field, watched, number))
+            group.create_task(_read(field, watched, number, num_tokens))
         for watched in streams:
             await watched.reached.wait()
+        survivors = [field.stack.add_worker() for _ in range(num_survivors)]
+        if survivors:
+            await field.workers_ready(1 + num_survivors)
+            if any(watched.done is not None for watched in streams):
+                raise HeadraceError("a stream ended before the survivors were there; a lower --pace would help")
         victim = await field.stack.child_of(streams[0].starts[-1].worker)
         lost_at, lost_unix = time.monotonic(), time.time()
         victim.send_signal(kind.signal)
     if kind.signal is signal.SIGKILL:
         victim.kill()
-        field.stack.add_worker()
     else:
         victim.send_signal(signal.SIGCONT)
+    for spare in survivors[1:] if kind.signal is signal.SIGKILL else survivors:
+        spare.stop.set()
+        await spare.ended.wait()
+    if kind.signal is signal.SIGKILL and not survivors:
+        field.stack.add_worker()
     for watched in streams:
-        if watched.done is None or watched.num_tokens != _NUM_TOKENS:
-            raise HeadraceError(f"a stream ended with {watched.num_tokens} of {_NUM_TOKENS} tokens")
+        if watched.done is None or watched.num_tokens != num_tokens:
+            raise HeadraceError(f"a stream ended with {watched.num_tokens} of {num_tokens} tokens")
     return streams, lost_at, lost_unix
 
 
-async def _read(field: Ground, watched: Watched, number: int) -> None:
-    body: dict[str, Any] = {"prompt": f"stream {number}", "max_tokens": _NUM_TOKENS, "ignore_eos": True}
+async def _read(field: Ground, watched: Watched, number: int, num_tokens: int) -> None:
+    body: dict[str, Any] = {"prompt": f"stream {number}", "max_tokens": num_tokens, "ignore_eos": True}
     async with field.client.stream(model=MODEL, **body) as stream:
         await watched.read(aiter(stream))
 

@@ -67,7 +67,8 @@ class ConfigView:
     """The configuration, kept current: pushed by the broker, and asked for anew each second in case a push was lost.
 
     A value that cannot be is logged and changes nothing: the one before it stays. `changed` is set at each change;
-    its one reader clears it. `tenants` are all known ones.
+    its one reader clears it. `tenants` are all known ones, `unreadable` keys whose value cannot be and had none before.
+    Before it `is_read` nothing is known.
     """
 
     def __init__(self, bus: Bus) -> None:
@@ -76,14 +77,25 @@ class ConfigView:
         self._revision = 0
         self._entries: dict[str, Entry] = {}
         self._pushed = asyncio.Event()
+        self._is_behind = False
+        self.is_read = False
+        self.unreadable: frozenset[str] = frozenset()
         self.config = Config()
         self.tenants: frozenset[str] = frozenset({DEFAULT_TENANT})
         self.changed = asyncio.Event()
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Follow the bucket inside this context. Raises BrokerError where the first reading fails."""
-        await self._read()
+    async def running(self, *, may_come_later: bool = False) -> AsyncIterator[None]:
+        """Follow the bucket inside this context.
+
+        Raises BrokerError where the first reading fails, unless it `may_come_later`: then it is tried each second.
+        """
+        try:
+            await self._read()
+        except BrokerError as error:
+            if not may_come_later:
+                raise
+            log.warning("the configuration cannot be read yet: %s", error)
         keys = f"{self._bucket.prefix}>"
         async with following(self._bus, keys, on_push=self._on_push, look_for_ever=self._read_for_ever):
             yield
@@ -104,27 +116,35 @@ class ConfigView:
 
     async def _read(self) -> None:
         newest = await self._bucket.last_revision()
-        if newest == self._revision:
-            return
-        if newest < self._revision:  # the bucket was made anew
+        if newest < self._revision:  # the bucket was made anew; the last configuration stays until all of it is read
             self._revision = 0
             self._entries.clear()
-            self.config = Config()
-        before = self._revision
-        async for change in self._bucket.changes(after=self._revision):
-            self._take(change)
-            self._revision = max(self._revision, change.revision)
-        if self._revision > before:
+            self.unreadable = frozenset()
+            self._is_behind = True
+        if newest > self._revision:
+            async for change in self._bucket.changes(after=self._revision):
+                self._is_behind = True
+                self._take(change)
+                self._revision = max(self._revision, change.revision)
+        if self._is_behind:
             self.config = _config_of(self._entries)
             self.tenants = frozenset({DEFAULT_TENANT, *self.config.tenants})
             self.changed.set()
+        self._is_behind = False
+        self.is_read = True
 
     def _take(self, change: KeyValue) -> None:
         stored = _stored(change)
         if stored.problem:
-            kept = "the value before it stays" if change.key in self._entries else "it is left out"
-            log.error("configuration: %s; %s", stored.problem, kept)
-        elif stored.entry is None:
+            is_kept = change.key in self._entries
+            if not is_kept:
+                self.unreadable |= {change.key}
+            log.error(
+                "configuration: %s; %s", stored.problem, "the value before it stays" if is_kept else "it is left out"
+            )
+            return
+        self.unreadable -= {change.key}
+        if stored.entry is None:
             self._entries.pop(change.key, None)
         else:
             self._entries[change.key] = stored.entry

@@ -6,13 +6,14 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import msgspec
-import nats.micro
 from nats.errors import Error as NatsError
+from nats.errors import TimeoutError as NatsTimeoutError
 from nats.micro.request import Request
+from nats.micro.service import EndpointConfig, Service, ServiceConfig
 
 from headrace import __version__
 from headrace.bus.connection import Bus
-from headrace.errors import BrokerError
+from headrace.errors import BrokerError, BrokerUnavailableError
 from headrace.schemas import subjects
 from headrace.schemas.refusals import Refusal
 from headrace.schemas.subjects import is_reply
@@ -71,29 +72,47 @@ async def answering(
 
             return handle
 
-        service = await nats.micro.add_service(
+        service = Service(
             bus.nc,
-            name=name,
-            version=__version__,
-            description=description,
-            metadata=dict(metadata or {}),
+            ServiceConfig(name=name, version=__version__, description=description, metadata=dict(metadata or {})),
         )
         try:
-            for endpoint in endpoints:
-                await service.add_endpoint(
-                    name=endpoint.name,
-                    subject=endpoint.subject,
-                    handler=endpoint_handler(endpoint.handler),
-                    queue_group=endpoint.queue_group,
-                )
-            with contextlib.suppress(BrokerError):  # it will know our subscriptions when it is back
-                await bus.flush()
+            await _start(
+                bus,
+                service,
+                [
+                    EndpointConfig(
+                        name=endpoint.name,
+                        subject=endpoint.subject,
+                        handler=endpoint_handler(endpoint.handler),
+                        queue_group=endpoint.queue_group,
+                    )
+                    for endpoint in endpoints
+                ],
+            )
             yield
         finally:
             if bus.is_connected:
                 with contextlib.suppress(NatsError, TimeoutError, OSError):  # a broker that is mute must not keep us
                     async with asyncio.timeout(bus.settings.request_timeout_s):
                         await service.stop()
+
+
+async def _start(bus: Bus, service: Service, endpoints: list[EndpointConfig]) -> None:
+    """Subscribe to all of it. A broker that does not answer now will know our subscriptions when it is back.
+
+    Raises BrokerUnavailableError where the connection is gone for good.
+    """
+    try:
+        with contextlib.suppress(NatsTimeoutError, TimeoutError):  # the library waits 10 s, and then fails
+            async with asyncio.timeout(bus.settings.request_timeout_s):
+                await service.start()
+        for endpoint in endpoints:
+            await service.add_endpoint(endpoint)
+    except (NatsError, OSError) as error:
+        raise BrokerUnavailableError(f"cannot answer requests: {error or type(error).__name__}") from None
+    with contextlib.suppress(BrokerUnavailableError):
+        await bus.flush()
 
 
 async def reply_with(

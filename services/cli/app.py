@@ -28,6 +28,7 @@ _COMMANDS: Final = {
     "drain": "headrace.cli.workers:drain",
     "evict": "headrace.cli.workers:evict",
     "serve": "headrace.cli.serve:serve",
+    "tenant": "headrace.cli.tenants:tenant",
     "config": "headrace.cli.config:config",
     "provision": "headrace.cli.provision:provision",
     "bench": "headrace.bench.command:bench",

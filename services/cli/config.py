@@ -11,13 +11,13 @@ import msgspec
 from rich.text import Text
 
 from headrace.bus.configuration import StoredEntry, read_entries
-from headrace.bus.connection import Bus, Refused, Stored
-from headrace.bus.keyvalue import Bucket
+from headrace.bus.connection import Bus
 from headrace.bus.provision import ensure_jobs_stream
+from headrace.cli.entries import warn_if_opened, with_kept_keys, write_entry
 from headrace.cli.options import connected, with_settings
 from headrace.cli.render import console, safe
-from headrace.errors import BrokerUnavailableError, ConfigError, HeadraceError
-from headrace.schemas.config_text import Entry, InvalidConfig, decode_file, encode_entry, entries_of, parse_key
+from headrace.errors import ConfigError
+from headrace.schemas.config_text import Entry, InvalidConfig, decode_file, entries_of, parse_key
 from headrace.settings import Settings
 
 __all__ = ["config"]
@@ -67,7 +67,8 @@ def apply(settings: Settings, file: Path, prune: bool, dry_run: bool, as_json: b
     """Apply FILE, in TOML or (named *.json) JSON, and print what changed. Services follow within a second.
 
     The whole file is checked before anything is written. Each tenant, model and alias in it replaces the one of that
-    name; others stay as they are. If somebody else changes one of them meanwhile, the command stops and says so.
+    name; others stay as they are, and so do the API keys of a tenant for which the file has no `keys`. If somebody else
+    changes one of them meanwhile, the command stops and says so.
     """
     try:
         wanted = decode_file(file.read_text(encoding="utf-8"), is_json=file.suffix == ".json")
@@ -91,25 +92,18 @@ async def _get(settings: Settings) -> list[StoredEntry]:
 async def _apply(settings: Settings, wanted: dict[str, Entry], *, prune: bool, dry_run: bool) -> list[Change]:
     async with connected(settings) as bus:
         stored = await read_entries(bus)
+        wanted = {key: with_kept_keys(entry, stored.get(key)) for key, entry in wanted.items()}
         changes = _diff(stored, wanted, prune=prune)
         if not dry_run:
             for change in changes:
                 await _write(bus, change, stored.get(change.key), wanted.get(change.key))
+            await warn_if_opened(bus, stored)
         return changes
 
 
 async def _write(bus: Bus, change: Change, known: StoredEntry | None, entry: Entry | None) -> None:
     if change.action != "unchanged":
-        bucket = Bucket(bus, bus.names.config_bucket)
-        revision = known.revision if known is not None else 0
-        if entry is None:
-            result = await bucket.remove(change.key, expected_revision=revision)
-        else:
-            result = await bucket.put(change.key, encode_entry(entry), expected_revision=revision)
-        if isinstance(result, Refused) and result.is_lost_race:
-            raise HeadraceError(f"{change.key} was changed by somebody else just now; look at it and apply again")
-        if not isinstance(result, Stored):
-            raise BrokerUnavailableError(f"{change.key} may not be written; apply again")
+        await write_entry(bus, change.key, entry, expected_revision=known.revision if known is not None else 0)
     parsed = parse_key(change.key)
     if entry is not None and parsed is not None and parsed[0] == "models":
         await ensure_jobs_stream(bus, parsed[1])

@@ -20,7 +20,8 @@ _HEALTHY_AFTER_S: Final = 10.0
 
 
 class Supervised:
-    """One child under a name. `run` keeps it running; `first_end` is set when it ended by itself for the first time.
+    """One child under a name. `run` keeps it running; `first_end` is set when it ended by itself for the first time,
+    `ended` when no child runs any more, and none will.
 
     Until `is_proven` is set, an end is taken for a failure to start that starting again would only repeat.
     """
@@ -38,6 +39,7 @@ class Supervised:
         self.name = name
         self.stop = asyncio.Event()
         self.first_end = asyncio.Event()
+        self.ended = asyncio.Event()
         self.is_proven = False
         self.last_words = ""
         self.exit_code: int | None = None
@@ -65,6 +67,12 @@ class Supervised:
 
     async def run(self) -> None:
         """Keep it running until `stop` is set, then stop it; no child is left when this returns or raises."""
+        try:
+            await self._run_until_stopped()
+        finally:
+            self.ended.set()
+
+    async def _run_until_stopped(self) -> None:
         pause_s = _FIRST_PAUSE_S
         while not self.stop.is_set():
             since = time.monotonic()

@@ -13,12 +13,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.bus.configuration import ConfigView
 from headrace.bus.connection import Bus
-from headrace.errors import HeadraceError, RequestError
+from headrace.errors import BrokerUnavailableError, HeadraceError, RequestError
 from headrace.gateway.errors import as_response, no_such_url, refusal_of
 from headrace.gateway.health import Health
 from headrace.gateway.inference import Inference
 from headrace.gateway.jobs import Jobs
 from headrace.gateway.models import Models
+from headrace.gateway.tenants import Tenants
 from headrace.gateway.watching import OpenRequests
 from headrace.schemas.openai import Operation
 
@@ -31,7 +32,7 @@ _GOOD_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}\Z")
 def make_app(bus: Bus, view: ConfigView, open_requests: OpenRequests) -> ASGIApp:
     """The application: OpenAI's API, jobs, probes."""
     inference, jobs = Inference(bus, open_requests), Jobs(bus, open_requests)
-    models, health = Models(bus, view), Health(bus)
+    models, health = Models(bus, view), Health(bus, view)
 
     def infer(op: Operation) -> Any:
         async def answer(request: Request) -> Response:
@@ -57,18 +58,19 @@ def make_app(bus: Bus, view: ConfigView, open_requests: OpenRequests) -> ASGIApp
         HTTPException: _on_no_route,
         ClientDisconnect: _on_disconnect,
     }
-    return _Edge(Starlette(routes=routes, exception_handlers=handlers), open_requests)
+    return _Edge(Starlette(routes=routes, exception_handlers=handlers), open_requests, Tenants(view))
 
 
 class _Edge:
-    """Around every request: its id goes back with the answer, and what is open is counted.
+    """Around every request: its id goes back with the answer. Below /v1/ its key is checked, and what is open counted.
 
     A client's own id is echoed where it is short and plain, else one is made up; it names nothing anywhere else.
     """
 
-    def __init__(self, app: ASGIApp, open_requests: OpenRequests) -> None:
+    def __init__(self, app: ASGIApp, open_requests: OpenRequests, tenants: Tenants) -> None:
         self._app = app
         self._open = open_requests
+        self._tenants = tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = next((value for name, value in scope["headers"] if name == _REQUEST_ID), b"")
@@ -84,9 +86,10 @@ class _Edge:
             await self._app(scope, receive, send_with_id)
             return
         try:
+            self._tenants.authenticate(scope)
             with self._open:
                 await self._app(scope, receive, send_with_id)
-        except RequestError as error:
+        except (RequestError, BrokerUnavailableError) as error:
             await as_response(refusal_of(error))(scope, receive, send_with_id)
 
 

@@ -35,7 +35,7 @@ def http_refusal(refusal: Refusal) -> Refusal:
 
 
 def as_response(refusal: Refusal) -> Response:
-    """The whole response. 429 and 503 say how long to wait, in whole seconds from 1.
+    """The whole response. 429 and 503 say how long to wait, in whole seconds from 1; 401 says what it wants.
 
     `x-should-retry` tells OpenAI's clients whether sending the same request again can help.
     """
@@ -43,6 +43,8 @@ def as_response(refusal: Refusal) -> Response:
     headers = {"x-should-retry": "true" if refusal.info.is_retryable else "false"}
     if status in _RETRY_STATUS:
         headers["retry-after"] = str(max(1, refusal.retry_after_s or 1))
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
     return Response(error_body(refusal), status_code=status, headers=headers, media_type=_JSON)
 
 

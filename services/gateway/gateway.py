@@ -37,7 +37,10 @@ async def run_gateway(bus: Bus, *, stop: asyncio.Event) -> None:
             return
         view = ConfigView(bus)
         metadata = {"prefix": bus.names.prefix, "url": url_of(bound)}
-        async with view.running(), answering(bus, SERVICE_NAME, [], description="OpenAI's API", metadata=metadata):
+        async with (
+            view.running(may_come_later=True),
+            answering(bus, SERVICE_NAME, [], description="OpenAI's API", metadata=metadata),
+        ):
             log.info("listening on %s", url_of(bound))
             await serve(
                 make_app(bus, view, open_requests),

@@ -9,8 +9,9 @@ from headrace.client import Client
 from headrace.errors import RequestError
 from headrace.gateway.answers import EventStream, WholeAnswer
 from headrace.gateway.limits import pending, read_body
-from headrace.gateway.requests import read_request, tenant_of
+from headrace.gateway.requests import read_request
 from headrace.gateway.sse import Frames
+from headrace.gateway.tenants import tenant_of
 from headrace.gateway.watching import OpenRequests
 from headrace.schemas.openai import Operation, RequestLimits
 from headrace.schemas.refusals import Refusal
@@ -33,7 +34,7 @@ class Inference:
         asked = read_request(op, request.headers, data, limits=limits)
         if isinstance(asked, Refusal):
             raise RequestError(asked)
-        client = Client(self._bus, tenant_of(request.headers))
+        client = Client(self._bus, tenant_of(request))
         stream = client.submit(
             op,
             asked.model,

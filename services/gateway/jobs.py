@@ -10,8 +10,8 @@ from headrace.client import Client
 from headrace.errors import RequestError
 from headrace.gateway.answers import EventStream
 from headrace.gateway.limits import pending
-from headrace.gateway.requests import tenant_of
 from headrace.gateway.sse import Frames
+from headrace.gateway.tenants import tenant_of
 from headrace.gateway.watching import OpenRequests
 from headrace.schemas.jobs import JobStatus
 from headrace.schemas.json_checks import invalid
@@ -55,7 +55,7 @@ class Jobs:
         return EventStream(client, stream, self._open, first=first, frames=frames)
 
     def _client(self, request: Request) -> Client:
-        return Client(self._bus, tenant_of(request.headers))
+        return Client(self._bus, tenant_of(request))
 
 
 def _as_json(status: JobStatus) -> Response:

@@ -12,9 +12,9 @@ from headrace.schemas.json_bounds import decode_object
 from headrace.schemas.json_checks import invalid
 from headrace.schemas.openai import Operation, RequestLimits
 from headrace.schemas.refusals import Refusal
-from headrace.schemas.subjects import DEFAULT_TENANT, Tenant, is_job_id, is_model_name
+from headrace.schemas.subjects import is_job_id, is_model_name
 
-__all__ = ["Asked", "read_request", "tenant_of"]
+__all__ = ["Asked", "read_request"]
 
 _HDR_ID: Final = "x-headrace-id"
 _HDR_PRIORITY: Final = "x-headrace-priority"
@@ -40,11 +40,6 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     queue_timeout_s: float | None
     deadline_s: float | None
     fallback: str | None
-
-
-def tenant_of(headers: Mapping[str, str]) -> Tenant:
-    """Whose request it is. Without tenants that have keys, any key is the default tenant's, and so is none."""
-    return DEFAULT_TENANT
 
 
 def read_request(op: Operation, headers: Mapping[str, str], data: bytes, *, limits: RequestLimits) -> Asked | Refusal:

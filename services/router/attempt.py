@@ -3,8 +3,8 @@
 import msgspec
 
 from headrace.router.admission import Wish
-from headrace.router.limits import Permit
 from headrace.router.placement import Placed
+from headrace.router.settlement import Paid
 from headrace.schemas.subjects import JobId
 
 __all__ = ["Try"]
@@ -21,6 +21,6 @@ class Try(msgspec.Struct):
     job: JobId
     asked: Wish | None = None
     placed: Placed | None = None
-    permit: Permit | None = None
+    paid: Paid | None = None
     is_unclear: bool = False
     is_answered: bool = False

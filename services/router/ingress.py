@@ -17,9 +17,9 @@ from headrace.router.admission import Wish, check_reply, read_wish
 from headrace.router.attempt import Try
 from headrace.router.deliveries import Deliveries
 from headrace.router.inflight import InFlight
-from headrace.router.limits import TenantLimits
 from headrace.router.models import Models
 from headrace.router.placement import Placed, Placement
+from headrace.router.settlement import Settlement
 from headrace.schemas import events, subjects
 from headrace.schemas.conversation import conversation_texts
 from headrace.schemas.events import AcceptedBody
@@ -47,7 +47,7 @@ class Ingress:
         bus: Bus,
         models: Models,
         deliveries: Deliveries,
-        limits: TenantLimits,
+        settlement: Settlement,
         view: ConfigView,
     ) -> None:
         self._bus = bus
@@ -56,7 +56,7 @@ class Ingress:
         self._log = JobLog(bus)
         self._models = models
         self._placement = Placement(bus, models, view)
-        self._limits = limits
+        self._settlement = settlement
         self._in_flight = InFlight(bus)
         self._deliveries = deliveries
         self._view = view
@@ -123,10 +123,16 @@ class Ingress:
             placed = await self._placement.place(wish, job, incoming.data)
             if isinstance(placed, Refusal):
                 return placed
-            permit = await self._limits.admit(wish.tenant, placed.need_tokens)
-            if isinstance(permit, Refusal):
-                return permit
-            attempt.asked, attempt.placed, attempt.permit = wish, placed, permit
+            paid = await self._settlement.admit(
+                wish.tenant,
+                job,
+                num_tokens=placed.need_tokens,
+                num_new=placed.new_tokens,
+                is_streaming=wish.request.stream,
+            )
+            if isinstance(paid, Refusal):
+                return paid
+            attempt.asked, attempt.placed, attempt.paid = wish, placed, paid
         refusal = await self._enqueue(incoming, attempt, attempt.placed, digest, span)
         if refusal is not None and refusal.code == "queue_full":
             other = await self._other(attempt, incoming.data)
@@ -144,8 +150,8 @@ class Ingress:
     def _give_back(self, attempt: Try) -> None:
         """What a try paid is given back once, and only where it is sure that nothing was taken in."""
         if not attempt.is_unclear:
-            self._limits.give_back(attempt.permit)
-            attempt.permit = None
+            self._settlement.give_back(attempt.paid)
+            attempt.paid = None
 
     async def _other(self, attempt: Try, data: bytes) -> Placed | None:
         """Where else a request goes when the queue it was placed in is full: once, and if it has a fallback."""
@@ -199,6 +205,7 @@ class Ingress:
         if result.is_duplicate:
             return await self._duplicate(incoming, wish, job, result, attempt, span)
         attempt.is_unclear = True  # should the broker fail us from here on, the next try finds this message
+        self._settlement.take_in(attempt.paid)
         self._models.note_published(job.model, wish.queue)
         if job.preferred is not None:
             await queue.wake_worker(job.preferred, wish.queue)
@@ -278,6 +285,7 @@ class Ingress:
         if state.body_hash and state.body_hash != digest:
             return _other_body()
         self._give_back(attempt)  # sent again: nothing new is taken in
+        self._settlement.take_in(attempt.paid)  # unless it was this try that stored it
         span.set({**job_attributes(job=job, tenant=wish.tenant), "headrace.attached": True})
         body = await self._accepted_body(wish, job, state.queue_sequence, state)
         secured = await self._secure(incoming, wish.tenant, job)

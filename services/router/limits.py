@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from headrace.bus.configuration import ConfigView
-from headrace.bus.connection import Bus, Stored
+from headrace.bus.connection import Bus, Stored, Unknown
 from headrace.bus.usage import SeenUsage, UsageBucket
 from headrace.errors import BrokerError, BrokerUnavailableError
 from headrace.lifecycle import Backoff
@@ -32,7 +32,7 @@ _FORGOTTEN_AFTER_S: Final = 120.0
 
 
 class Permit(msgspec.Struct, frozen=True):
-    """One request that was paid for: give it back if it is refused after all."""
+    """One request that was paid for, in half second `at`: give it back if it is refused after all."""
 
     tenant: str
     at: int
@@ -91,7 +91,7 @@ class TenantLimits:
             account.waiting = Used(account.waiting.requests - 1, account.waiting.tokens - num_tokens)
 
     def give_back(self, permit: Permit | None) -> None:
-        """The request was refused for another reason: the next one may have its permit."""
+        """What was paid and not used, by a request that was refused or a job that ended: others may have it."""
         account = self._accounts.get(permit.tenant) if permit is not None else None
         if permit is not None and account is not None:
             account.purse = account.purse.refunded(permit.at, permit.amount)
@@ -159,7 +159,11 @@ class TenantLimits:
             await self._look_again(tenant, account, retries)
 
     async def _write(self, tenant: str, account: _Account, usage: Usage) -> bool:
+        num_owed = len(account.purse.owed)
         result = await self._bucket.put(tenant, usage, expected_revision=account.seen.revision)
+        if isinstance(result, Unknown):  # it may be stored, and nothing is given back twice
+            purse = account.purse
+            account.purse = Purse(purse.at, purse.left, purse.owed[num_owed:])
         if not isinstance(result, Stored):
             return False
         account.seen = SeenUsage(usage, result.sequence)

@@ -17,13 +17,14 @@ __all__ = ["Placed", "Placement"]
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """A request with its model and queue, and the KV tokens it may come to need there.
+    """A request with its model and queue, and the KV tokens it may come to need and to generate there.
 
     `fallback` is the same request as routed to its fallback, `is_fallback` says that this is it.
     """
 
     wish: Wish
     need_tokens: int
+    new_tokens: int
     fallback: Wish | None = None
     is_fallback: bool = False
 
@@ -38,9 +39,14 @@ class Placement:
         self._sizing = Sizing(bus, models)
 
     async def route(self, wish: Wish, name: str, job: str) -> Wish | Refusal:
-        """The request with the model that `name` stands for, and its queue there."""
+        """The request with the model that `name` stands for, and its queue there.
+
+        A name that its tenant may not use is refused in the same words as one that nobody knows.
+        """
         config = self._view.config
         model = config.resolve(name, job)
+        if not config.tenant(wish.tenant).may_name(name):
+            return Refusal(code="model_not_found", message=f"the model {name!r} is not known here", param="model")
         if not await self._models.is_known(model):
             return Refusal(code="model_not_found", message=f"the model {model!r} is not known here", param="model")
         queue = choose_queue(
@@ -102,8 +108,8 @@ class Placement:
         return msgspec.structs.replace(routed, fallback=None)
 
     async def _sized(self, wish: Wish, data: bytes) -> Placed | Refusal:
-        need = await self._sizing.need_tokens(wish, data)
-        return need if isinstance(need, Refusal) else Placed(wish, need)
+        size = await self._sizing.size(wish, data)
+        return size if isinstance(size, Refusal) else Placed(wish, size.need_tokens, size.new_tokens)
 
     async def _starts_in_time(self, wish: Wish) -> bool:
         """Whether a worker is ready and the measured rate says that the turn comes before the queue timeout."""

@@ -17,6 +17,7 @@ from headrace.router.ingress import Ingress
 from headrace.router.limits import TenantLimits
 from headrace.router.models import Models
 from headrace.router.queue_limits import keep_queue_limits
+from headrace.router.settlement import Settlement
 from headrace.schemas.subjects import ROUTER_GROUP
 
 __all__ = ["run_router"]
@@ -33,14 +34,16 @@ async def run_router(bus: Bus, *, stop: asyncio.Event) -> None:
     async with workers.running(), view.running(), asyncio.TaskGroup() as group:
         models = Models(bus, workers, view)
         limits = TenantLimits(bus, view)
+        settlement = Settlement(bus, limits)
         deliveries = Deliveries(bus, JobLog(bus))
         background = [
             group.create_task(deliveries.run(), name="deliveries"),
             group.create_task(keep_clock(bus), name="clock"),
             group.create_task(limits.run(), name="unspent permits"),
+            group.create_task(settlement.run(), name="settlement"),
             group.create_task(keep_queue_limits(bus, view), name="queue limits"),
         ]
-        ingress = Ingress(bus, models, deliveries, limits, view)
+        ingress = Ingress(bus, models, deliveries, settlement, view)
         control = Control(bus, models)
         names = bus.names
         endpoints = [

@@ -20,22 +20,33 @@ def choose_queue(
     served: frozenset[str],
 ) -> QueueName | Refusal:
     """The queue of a request for `model`; refuses a pool that does not exist. `served` are pools with workers."""
-    pool = choose_pool(config.model(model), request, tenant=tenant, header=header, served=served)
+    own = config.tenant(tenant).pool
+    pool = choose_pool(config.model(model), request, tenant=tenant, header=header, served=served, own=own)
     return pool if isinstance(pool, Refusal) else QueueName(pool, lane, config.queue_of(tenant))
 
 
 def choose_pool(
-    model: ModelConfig, request: InferenceRequest, *, tenant: str, header: str | None, served: frozenset[str]
+    model: ModelConfig,
+    request: InferenceRequest,
+    *,
+    tenant: str,
+    header: str | None,
+    served: frozenset[str],
+    own: str | None = None,
 ) -> str | Refusal:
-    """The pool of the first rule that matches; else the one the header names, else `default`.
+    """The pool of the first rule that matches; else the one the header names, else the tenant's `own` where the model
+    has it, else `default`.
 
     A pool reserved for other tenants is refused in the same words as one that does not exist.
     """
+
+    def is_open(pool: str) -> bool:
+        tenants = model.pool(pool).tenants
+        return (pool in model.pool_names or pool in served) and (tenants is None or tenant in tenants)
+
     rule = next((rule for rule in model.rules if _matches(rule, request, tenant, header)), None)
-    pool = rule.pool if rule is not None else header or DEFAULT_POOL
-    tenants = model.pool(pool).tenants
-    is_closed = tenants is not None and tenant not in tenants
-    if (pool not in model.pool_names and pool not in served) or is_closed:
+    pool = rule.pool if rule is not None else header or (own if own is not None and is_open(own) else DEFAULT_POOL)
+    if not is_open(pool):
         return Refusal(
             code="invalid_value",
             message=f"{subjects.HDR_POOL} names a pool that does not exist"

@@ -14,12 +14,19 @@ from headrace.schemas.openai import num_kv_tokens_needed, resolve_max_tokens
 from headrace.schemas.refusals import ErrorBody, Refusal
 from headrace.schemas.workers import Heartbeat, TokenCount
 
-__all__ = ["Sizing"]
+__all__ = ["Size", "Sizing"]
 
 log = logging.getLogger(__name__)
 
 _EXACT_TIMEOUT_S: Final = 2.0
 _HDR_OP: Final = "Headrace-Op"
+
+
+class Size(msgspec.Struct, frozen=True):
+    """KV tokens of a request to its last token, and how many of them it may generate."""
+
+    need_tokens: int
+    new_tokens: int
 
 
 class Sizing:
@@ -32,8 +39,8 @@ class Sizing:
         self._bus = bus
         self._models = models
 
-    async def need_tokens(self, wish: Wish, data: bytes) -> int | Refusal:
-        """KV tokens to the last token, or why no worker of the model could ever run it."""
+    async def size(self, wish: Wish, data: bytes) -> Size | Refusal:
+        """What it may come to need, or why no worker of the model could ever run it."""
         workers = self._models.workers_of(wish.model, wish.queue.pool, with_starting=True)
         ready = [beat for beat in workers if beat.state != "Starting"]  # one that starts may hold more, not longer ones
         if not ready or wish.op == "embeddings":
@@ -50,7 +57,7 @@ class Sizing:
 
     def _need(
         self, wish: Wish, num_prompt_tokens: int, max_model_len: int | None, workers: list[Heartbeat]
-    ) -> int | Refusal:
+    ) -> Size | Refusal:
         max_tokens = resolve_max_tokens(
             wish.request,
             num_prompt_tokens=num_prompt_tokens,
@@ -67,7 +74,7 @@ class Sizing:
                 code="exceeds_capacity",
                 message=f"the request needs {need} KV tokens; the largest worker of the model has {capacity}",
             )
-        return need
+        return Size(need, 0 if wish.op == "embeddings" else wish.request.n * max_tokens)
 
     async def _count(self, wish: Wish, data: bytes) -> int | Refusal | None:
         try:

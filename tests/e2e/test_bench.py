@@ -63,6 +63,15 @@ async def test_failover_is_measured_with_whole_streams(tmp_path: Path) -> None:
     assert killed["to_started"]["min"] < hung["to_started"]["min"]
 
 
+async def test_all_streams_are_lost_at_once_beside_idle_survivors(tmp_path: Path) -> None:
+    result = await result_of(
+        tmp_path, "failover", "--kills", "2", "--streams", "3", "--survivors", "2", "--pace", "10", "--kind", "kill"
+    )
+    (killed,) = result["kinds"]
+    assert result["num_survivors"] == 2
+    assert killed["num_moved"] == killed["num_streams"] == 6
+
+
 async def test_dispatch_is_measured_beside_plain_nats(tmp_path: Path) -> None:
     result = await result_of(tmp_path, "dispatch", "--requests", "10", "--rate", "20", "--seconds", "1")
     for phase, number in (("idle", 10), ("loaded", 20)):

@@ -19,6 +19,7 @@ from headrace.client import Client, Delta, Done, Requeued, Started
 from headrace.client.stream import JobStream
 from headrace.errors import (
     BrokerError,
+    BrokerUnavailableError,
     HeadraceError,
     JobCancelledError,
     JobExpiredError,
@@ -250,31 +251,34 @@ class _Run:
 
     async def _until_workers_beat(self, number: int) -> None:
         bucket = WorkersBucket(self._client.bus)
-        while sum(seen.beat is not None for seen in (await bucket.list()).values()) < number:
+        while True:
+            with contextlib.suppress(BrokerUnavailableError):  # it is slow on a busy machine; the schedule has a limit
+                if sum(seen.beat is not None for seen in (await bucket.list()).values()) >= number:
+                    return
             await asyncio.sleep(0.05)
 
     async def _settled(self) -> list[str]:
         """Wait until nothing is queued, held or reserved; what still is, otherwise."""
-        queue, bucket = JobQueue(self._client.bus, MODEL), WorkersBucket(self._client.bus)
-        problems: list[str] = []
+        problems = ["nothing could be read of what is left"]
         until = time.monotonic() + _SETTLED_WITHIN_S
-        while time.monotonic() < until:
-            problems = [f"{number} messages of {name} are left" for name, number in (await queue.counts()).items()]
-            for worker, seen in (await bucket.list()).items():
-                beat = seen.beat
-                if (
-                    beat is not None
-                    and not beat.is_tombstone
-                    and (beat.held or beat.running or beat.kv_reserved_tokens)
-                ):
-                    problems.append(f"{worker} still holds {beat.held}, {beat.kv_reserved_tokens} tokens reserved")
-            if not problems:
-                break
-            await asyncio.sleep(0.1)
+        while problems and time.monotonic() < until:
+            with contextlib.suppress(BrokerUnavailableError):
+                problems = await self._left_over()
+            if problems:
+                await asyncio.sleep(0.1)
         for name, player in self._stage.players.items():
             if player.engine is not None and not player.is_over and player.engine.num_running:
                 problems.append(f"the engine of {name} still runs {player.engine.num_running} requests")
         return problems + self._stage.problems()
+
+    async def _left_over(self) -> list[str]:
+        queue, bucket = JobQueue(self._client.bus, MODEL), WorkersBucket(self._client.bus)
+        left = [f"{number} messages of {name} are left" for name, number in (await queue.counts()).items()]
+        for worker, seen in (await bucket.list()).items():
+            beat = seen.beat
+            if beat is not None and not beat.is_tombstone and (beat.held or beat.running or beat.kv_reserved_tokens):
+                left.append(f"{worker} still holds {beat.held}, {beat.kv_reserved_tokens} tokens reserved")
+        return left
 
     async def _unfinished(self) -> list[str]:
         log = JobLog(self._client.bus)

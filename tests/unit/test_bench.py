@@ -166,7 +166,7 @@ def test_failover_says_how_many_streams_moved_and_what_a_gap_includes() -> None:
         kind="kill", num_kills=20, num_streams=40, num_moved=21, to_claimed=SOME, to_started=SOME,
         token_gap=None, to_claimed_ms=[1.0], to_started_ms=[1.0], token_gap_ms=[],
     )  # fmt: skip
-    text = printed(*shown_failover(FailoverResult(machine=WHERE, tokens_per_second=50, kinds=[kind])))
+    text = printed(*shown_failover(FailoverResult(machine=WHERE, tokens_per_second=50, num_survivors=0, kinds=[kind])))
     assert "SIGKILL, with notices: to `started` in the log" in text
     assert "SIGKILL, with notices: to `started` at the client" in text
     assert "21 of 40 streams were on a lost worker; all 40 ended" in text

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs/cases.md"
-GROUPS = ("REQ", "STR", "WRK", "NAT", "API", "SEC")
+GROUPS = ("REQ", "STR", "WRK", "NAT", "API", "OBS", "SEC")
 CASE = re.compile(rf"\b(?:{'|'.join(GROUPS)})-\d+\b")
 ROW = re.compile(r"^\| ([A-Z]{3}-\d+) \| (.+?) \| (.+?) \|$", re.MULTILINE)
 LINK = re.compile(r"\[(test_\w+)\]\(\.\./(tests/\w+/test_\w+\.py)\)")
@@ -19,6 +19,8 @@ REQUIRED = [
     *(f"STR-{number}" for number in (1, 2, 3, 5, 7, 8, 9)),
     *(f"WRK-{number}" for number in (1, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13)),
     *(f"NAT-{number}" for number in range(2, 12)),
+    "OBS-5",
+    "SEC-3",
 ]
 
 

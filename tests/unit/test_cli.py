@@ -68,7 +68,15 @@ def test_every_command_explains_itself_and_takes_the_common_options(path: tuple[
     result = run(*path, "--help")
     assert result.exit_code == 0
     assert f"Usage: headrace {' '.join(path)}" in result.output.replace("Usage: command", "Usage: headrace")
-    if path not in (("jobs",), ("serve",), ("bench",), ("bench", "simulate"), ("config",)):
+    if path not in (
+        ("jobs",),
+        ("serve",),
+        ("bench",),
+        ("bench", "simulate"),
+        ("config",),
+        ("tenant",),
+        ("tenant", "key"),
+    ):
         for option in ("--nats-url", "--prefix", "--state-dir", "--log-level"):
             assert option in result.output
 

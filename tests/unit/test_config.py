@@ -251,3 +251,24 @@ def test_a_queue_has_pool_lane_and_name() -> None:
     long = request(num_prompt_tokens_estimate=9000)
     queue = choose_queue(config, "m", long, tenant="a", header=None, lane="high", served=frozenset())
     assert queue == QueueName("long", "high", "a")
+
+
+@pytest.mark.parametrize(
+    ("own", "fields", "header", "pool"),
+    [
+        ("served", {}, None, "served"),
+        ("code", {}, None, "code"),
+        ("code", {}, "stream", "stream"),
+        ("code", {"num_prompt_tokens_estimate": 9000}, None, "long"),
+        ("nowhere", {}, None, "default"),
+        ("theirs", {}, None, "default"),  # reserved for another tenant
+    ],
+)
+def test_a_tenants_own_pool_is_used_where_the_model_has_it_and_nothing_else_is_said(
+    own: str, fields: dict[str, Any], header: str | None, pool: str
+) -> None:
+    config = Config(models={"m": MODEL}, tenants={"a": TenantConfig(pool=own)})
+    asked = request(**{"stream": False, **fields})
+    served = frozenset({"served"})
+    queue = choose_queue(config, "m", asked, tenant="a", header=header, lane="low", served=served)
+    assert queue == QueueName(pool, "low", "a")

@@ -9,36 +9,41 @@ from headrace.errors import BrokerUnavailableError
 from headrace.router.attempt import Try
 from headrace.router.ingress import Ingress
 from headrace.router.limits import Permit
+from headrace.router.settlement import Paid
 from headrace.schemas.states import JobState
 from headrace.schemas.subjects import JobId, Names
 from headrace.schemas.usage import Used
 from headrace.settings import Settings
 
-PERMIT = Permit("a", 1, Used(1, 10))
+PAID = Paid("j", Permit("a", 1, Used(1, 10)), 5, True)
 
 
-def ingress_of(given_back: list[Permit]) -> Any:
-    def give_back(permit: Permit | None) -> None:
-        if permit is not None:
-            given_back.append(permit)
+def ingress_of(given_back: list[Paid], taken_in: list[Paid] | None = None) -> Any:
+    def give_back(paid: Paid | None) -> None:
+        if paid is not None:
+            given_back.append(paid)
+
+    def take_in(paid: Paid | None) -> None:
+        if paid is not None and taken_in is not None:
+            taken_in.append(paid)
 
     bus: Any = SimpleNamespace(settings=Settings(retry_for_s=0.5), names=Names(prefix="headrace.v1"))
-    limits: Any = SimpleNamespace(give_back=give_back)
+    settlement: Any = SimpleNamespace(give_back=give_back, take_in=take_in)
     unused: Any = SimpleNamespace()
-    return Ingress(bus, unused, unused, limits, unused)
+    return Ingress(bus, unused, unused, settlement, unused)
 
 
 async def fails(*_: object) -> None:
     raise BrokerUnavailableError("away")
 
 
-@pytest.mark.parametrize(("is_unclear", "expected"), [(False, [PERMIT]), (True, [])])
-async def test_a_request_that_no_try_took_in_pays_nothing(is_unclear: bool, expected: list[Permit]) -> None:
-    given_back: list[Permit] = []
+@pytest.mark.parametrize(("is_unclear", "expected"), [(False, [PAID]), (True, [])])
+async def test_a_request_that_no_try_took_in_pays_nothing(is_unclear: bool, expected: list[Paid]) -> None:
+    given_back: list[Paid] = []
     ingress = ingress_of(given_back)
 
     async def paid_and_failed(_: object, attempt: Try, __: object) -> None:
-        attempt.permit, attempt.is_unclear = PERMIT, is_unclear
+        attempt.paid, attempt.is_unclear = PAID, is_unclear
         raise BrokerUnavailableError("away")
 
     ingress._handle = paid_and_failed
@@ -47,21 +52,26 @@ async def test_a_request_that_no_try_took_in_pays_nothing(is_unclear: bool, expe
     assert given_back == expected
 
 
-async def test_a_request_that_attaches_gets_its_permit_back_once_however_often_it_is_tried() -> None:
-    given_back: list[Permit] = []
-    ingress = ingress_of(given_back)
+@pytest.mark.parametrize(("is_unclear", "back", "taken"), [(False, [PAID], []), (True, [], [PAID, PAID])])
+async def test_a_request_that_attaches_gets_its_permit_back_once_however_often_it_is_tried(
+    is_unclear: bool, back: list[Paid], taken: list[Paid]
+) -> None:
+    given_back: list[Paid] = []
+    taken_in: list[Paid] = []
+    ingress = ingress_of(given_back, taken_in)
 
     async def state(*_: str) -> JobState:
         return JobState()
 
     ingress._log = SimpleNamespace(state=state)
     ingress._accepted_body = fails
-    attempt = Try(JobId("j"), permit=PERMIT)
+    attempt = Try(JobId("j"), paid=PAID, is_unclear=is_unclear)
     span, wish = SimpleNamespace(set=lambda _: None), SimpleNamespace(tenant="a")
     for _ in range(2):
         with pytest.raises(BrokerUnavailableError):
             await ingress._attach(None, wish, "j", "hash", span, attempt)
-    assert given_back == [PERMIT]
+    assert given_back == back
+    assert taken_in == taken  # one that may have stored the message itself is settled at its end
 
 
 async def test_a_request_is_answered_once_however_the_broker_fails_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
