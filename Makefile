@@ -98,7 +98,7 @@ lock: setup
 	@$(pip) install '$(UV)'
 	@echo '==> resolving'
 	@$(py) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
-		--custom-compile-command 'make lock' --extra gateway --extra llama --extra gpu --extra dev $(LOCK_FLAGS) \
+		--custom-compile-command 'make lock' --extra gateway --extra llama --extra gpu --extra secure --extra dev $(LOCK_FLAGS) \
 		--output-file requirements.lock pyproject.toml requirements.in
 	@echo 'requirements.lock is up to date'
 

@@ -154,6 +154,17 @@ class CancelRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
 
 
+class StatusRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of a status request, from a client to any router; empty, or without either, it asks for the `JobStatus`.
+
+    `events_from` asks for the job's events from that log sequence on, `last_event` for the last alone; the broker
+    itself answers, as its direct-get API does. It changes nothing.
+    """
+
+    events_from: int | None = None
+    last_event: bool = False
+
+
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of the status endpoint, and of a cancel request. `error` is the body of `failed` or `expired`."""
 

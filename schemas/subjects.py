@@ -39,6 +39,9 @@ INBOX: Final = "_INBOX"
 SERVICE_INBOX_PREFIX: Final = "_INBOX._svc"
 """Inboxes of Headrace's own services; never a valid reply of a client."""
 
+Service = Literal["router", "worker", "monitor", "gateway", "operator"]
+"""Who connects as one of Headrace's own; `operator` is the command line."""
+
 ROUTER_GROUP: Final = "router"
 WORKER_GROUP: Final = "worker"
 
@@ -125,6 +128,20 @@ def is_reply(subject: str, prefix: str) -> bool:
     if not subject.isprintable() or any(part in ("", "*", ">") or " " in part for part in parts):
         return False
     return not subject.startswith(("$", f"{prefix}."))
+
+
+def is_reply_to_tenant(subject: str, tenant: str) -> bool:
+    """Whether an answer to a tenant's request may be sent there in a secured deployment.
+
+    Its own inbox, or that of a gateway or an operator that asks for it: what those are named, no tenant can know.
+    """
+    trusted = (service_inbox("gateway"), service_inbox("operator"), f"{INBOX}.{tenant}")
+    return any(subject.startswith(f"{prefix}.") for prefix in trusted)
+
+
+def service_inbox(service: Service, identity: str = "") -> str:
+    """Prefix of a service's own inboxes; a worker's `identity` is its id, so that no other reads its answers."""
+    return f"{SERVICE_INBOX_PREFIX}.{service}" + (f".{identity}" if identity else "")
 
 
 def model_to_token(model: str) -> str:
@@ -247,6 +264,11 @@ class Names(msgspec.Struct, frozen=True):
         return f"{self.upper}_files"
 
     @property
+    def files_stream(self) -> str:
+        """Stream of that object store."""
+        return f"OBJ_{self.files_store}"
+
+    @property
     def batch_stream(self) -> str:
         """Stream of the results of batches that are not over."""
         return f"{self.upper}_BATCH"
@@ -271,6 +293,10 @@ class Names(msgspec.Struct, frozen=True):
             return Ingress(Tenant(tenant), op, token_to_model(token))
         except ValueError:
             return None
+
+    def tenant_of_infer(self, subject: str) -> str:
+        """Whose request it is, whatever else is wrong with an ingress subject; may be no tenant's name."""
+        return subject.removeprefix(f"{self.prefix}.infer.").partition(".")[0]
 
     def jobs_filter(self, model: str) -> str:
         """All jobs of a model."""

@@ -36,12 +36,19 @@ def default_state_dir() -> str:
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every setting with its default; key `x_y` is the variable `HEADRACE_X_Y`. Durations are seconds.
 
-    `nats_url` None means the embedded broker. `max_queue_timeout_s` bounds what a client may ask for and is the
-    dedupe window of the job streams. `log_retention_s` is how long events outlive their job's deadline.
+    `nats_url` None means the embedded broker. `nats_credentials` is the file of this part's credential, which makes the
+    deployment a secured one; `nats_system_credentials` the monitor's for the system account. `max_queue_timeout_s`
+    bounds what a client may ask for and is the dedupe window of the job streams. `log_retention_s` is how long events
+    outlive their job's deadline.
     """
 
     nats_url: str | None = None
     nats_system_url: str | None = None
+    nats_credentials: str | None = None
+    nats_system_credentials: str | None = None
+    nats_tls_ca: str | None = None
+    nats_tls_cert: str | None = None
+    nats_tls_key: str | None = None
     prefix: str = "headrace.v1"
     state_dir: str = msgspec.field(default_factory=default_state_dir)
     worker_id: str | None = None
@@ -75,6 +82,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     monitor_port: Port = 8081
     log_level: str = "info"
 
+    @property
+    def is_secured(self) -> bool:
+        """Whether the broker tells who is who, so that nobody is believed to be a tenant whose inbox is not its own."""
+        return self.nats_credentials is not None
+
+    @property
+    def system_url(self) -> str | None:
+        """Where disconnect notices come from: by setting, else the broker if there is a credential for them."""
+        if self.nats_system_url is not None or self.nats_system_credentials is None:
+            return self.nats_system_url
+        return self.nats_url
+
     def __post_init__(self) -> None:
         """Rules between keys. Raises ConfigError."""
         if not is_prefix(self.prefix):
@@ -84,7 +103,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for key in ("nats_url", "nats_system_url"):
             url = getattr(self, key)
             if url is not None and not url.startswith(_URL_SCHEMES):
-                raise ConfigError(f"{key} is {url[:80]!r}; allowed: a URL that begins with {', '.join(_URL_SCHEMES)}")
+                shown, schemes = _without_secrets(url)[:80], ", ".join(_URL_SCHEMES)
+                raise ConfigError(f"{key} is {shown!r}; allowed: a URL that begins with {schemes}")
+        if (self.nats_tls_cert is None) != (self.nats_tls_key is None):
+            raise ConfigError("one of nats_tls_cert and nats_tls_key is not given; allowed: both or neither")
         if self.worker_id is not None and not is_worker_id(self.worker_id):
             raise ConfigError(f"worker_id is {self.worker_id!r}; allowed: 1 to 64 of A-Z a-z 0-9 _ -")
         if self.replicas not in (1, 3, 5):
@@ -109,6 +131,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def allowed_origins(self) -> frozenset[str]:
         """The origins of web pages that may use the gateway: `http_origins` taken apart."""
         return frozenset(origin for part in self.http_origins.split(",") if (origin := part.strip().lower()))
+
+
+def _without_secrets(url: str) -> str:
+    scheme, separator, rest = url.rpartition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
 
 
 def load(flags: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] | None = None) -> Settings:

@@ -12,10 +12,20 @@ from headrace.bus.connection import Bus
 from headrace.errors import BrokerUnavailableError
 from headrace.schemas import subjects
 
-__all__ = ["batch_each", "batch_get", "multi_last"]
+__all__ = [
+    "BATCH",
+    "MAX_BATCH_BYTES",
+    "batch_each",
+    "batch_get",
+    "has_more",
+    "multi_last",
+    "request_many",
+    "sequence_of",
+]
 
-_BATCH: Final = 1000
-_MAX_BATCH_BYTES: Final = 8 * 1024 * 1024
+BATCH: Final = 1000
+"""Most messages that one answer has."""
+MAX_BATCH_BYTES: Final = 8 * 1024 * 1024
 """Well below what a subscription buffers before it drops."""
 
 _HDR_NUM_PENDING: Final = "Nats-Num-Pending"
@@ -32,21 +42,20 @@ async def batch_each(
     """
     sequence, num_given = max(from_sequence, 1), 0
     while True:
-        wanted = _BATCH if limit is None else min(_BATCH, limit - num_given)
+        wanted = BATCH if limit is None else min(BATCH, limit - num_given)
         if up_to is not None:
             wanted = min(wanted, up_to - sequence + 1)
         if wanted <= 0:
             return
-        payload = {"batch": wanted, "max_bytes": _MAX_BATCH_BYTES, "seq": sequence, "next_by_subj": subject}
-        batch = await _request_many(bus, stream, payload)
+        payload = {"batch": wanted, "max_bytes": MAX_BATCH_BYTES, "seq": sequence, "next_by_subj": subject}
+        batch = await _get(bus, stream, payload)
         for message in batch:
-            if up_to is None or _sequence(message) <= up_to:
+            if up_to is None or sequence_of(message) <= up_to:
                 num_given += 1
                 yield message
-        # The broker may send fewer than asked for.
-        if not batch or (batch[-1].headers or {}).get(_HDR_NUM_PENDING, "0") == "0":
+        if not has_more(batch):
             return
-        sequence = _sequence(batch[-1]) + 1
+        sequence = sequence_of(batch[-1]) + 1
 
 
 async def batch_get(
@@ -59,31 +68,48 @@ async def batch_get(
 
 async def multi_last(bus: Bus, stream: str, *subjects: str) -> list[Msg]:
     """The last message of each subject that matches one of these (at most 1,024; the broker answers 413 beyond)."""
-    return await _request_many(bus, stream, {"multi_last": list(subjects)})
+    return await _get(bus, stream, {"multi_last": list(subjects)})
 
 
-async def _request_many(bus: Bus, stream: str, payload: dict[str, Any]) -> list[Msg]:
+async def request_many(bus: Bus, subject: str, data: bytes, *, what: str) -> list[Msg]:
+    """Ask on a subject, and return the messages of the broker's batched answer.
+
+    `what` is what cannot be read where it fails: raises BrokerUnavailableError.
+    """
     timeout_s = bus.settings.request_timeout_s
     inbox = bus.new_inbox()
     subscription = await bus.subscribe(inbox)
     messages: list[Msg] = []
     try:
-        await bus.publish(f"$JS.API.DIRECT.GET.{stream}", msgspec.json.encode(payload), reply=inbox)
+        await bus.publish(subject, data, reply=inbox)
         while True:
             message = await bus.next_message(subscription, timeout_s)
             if message is None:
-                raise BrokerUnavailableError(f"cannot read {stream}: no answer within {timeout_s:g} s")
-            status = (message.headers or {}).get("Status")
+                raise BrokerUnavailableError(f"cannot read {what}: no answer within {timeout_s:g} s")
+            headers = message.headers or {}
+            status = headers.get("Status")
+            if status is None and subjects.HDR_SEQUENCE not in headers:
+                raise BrokerUnavailableError(f"cannot read {what}: it was refused")
             if status is None:
                 messages.append(message)
             elif status == _STATUS_EOB or status in _STATUS_NONE:
                 return messages
             else:
-                raise BrokerUnavailableError(f"cannot read {stream}: status {status}")
+                raise BrokerUnavailableError(f"cannot read {what}: status {status}")
     finally:
         with contextlib.suppress(NatsError):  # the connection may be closed by now
             await subscription.unsubscribe()
 
 
-def _sequence(message: Msg) -> int:
+def has_more(batch: list[Msg]) -> bool:
+    """Whether the broker, which may send fewer than asked for, has more beyond this answer."""
+    return bool(batch) and (batch[-1].headers or {}).get(_HDR_NUM_PENDING, "0") != "0"
+
+
+async def _get(bus: Bus, stream: str, payload: dict[str, Any]) -> list[Msg]:
+    return await request_many(bus, f"$JS.API.DIRECT.GET.{stream}", msgspec.json.encode(payload), what=stream)
+
+
+def sequence_of(message: Msg) -> int:
+    """Sequence of a message in such an answer."""
     return int((message.headers or {})[subjects.HDR_SEQUENCE])

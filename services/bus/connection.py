@@ -5,6 +5,7 @@ import contextlib
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, Final, Self
@@ -18,6 +19,7 @@ from nats.errors import NoRespondersError, SlowConsumerError
 from nats.errors import TimeoutError as NatsTimeoutError
 
 from headrace.bus.clock import BrokerClock
+from headrace.bus.credentials import connect_options
 from headrace.bus.inbox import Inbox, give_inbox
 from headrace.bus.steady import SteadyClient, honouring_cancel
 from headrace.errors import BrokerUnavailableError, BrokerUnsuitableError, NotProvisionedError
@@ -62,6 +64,8 @@ _LOST_RACE: Final = frozenset({ERR_WRONG_LAST_SEQUENCE, ERR_WRONG_LAST_SEQUENCE_
 _RECONNECT_WAIT_S: Final = 0.2
 _PING_INTERVAL_S: Final = 5
 _CLOCK_EVERY_S: Final = 60.0
+_MAX_DENIALS: Final = 32
+_DENIAL: Final = "permissions violation"
 _MAX_PENDING_MESSAGES: Final = 65_536
 _MAX_PENDING_BYTES: Final = 32 * 1024 * 1024
 
@@ -145,20 +149,24 @@ class _ApiReply(msgspec.Struct, frozen=True):
 class Bus:
     """A connection with the names and settings of its deployment. Made by `connect`.
 
-    `url` is where it was connected to, credentials included. It reconnects for ever. `closed` is set when the client
-    library gave up for good (it does on some protocol errors): whoever runs the process must end it then, never live
-    on silently.
+    `url` is where it was connected to, credentials included, `inbox_prefix` where its inboxes are. It reconnects for
+    ever. `closed` is set when the client library gave up for good (it does on some protocol errors): whoever runs the
+    process must end it then, never live on silently.
     """
 
-    def __init__(self, nc: Client, settings: Settings, url: str = "") -> None:
+    def __init__(
+        self, nc: Client, settings: Settings, url: str = "", *, inbox_prefix: str = SERVICE_INBOX_PREFIX
+    ) -> None:
         self.nc = nc
         self.url = url
+        self.inbox_prefix = inbox_prefix
         self.settings = settings
         self.names = Names(prefix=settings.prefix)
         self.clock = BrokerClock()
         self.closed = asyncio.Event()
         self._is_leaving = False
         self.on_reconnect: list[Callable[[], Awaitable[None]]] = []
+        self.denials: deque[str] = deque(maxlen=_MAX_DENIALS)
 
     async def __aenter__(self) -> Self:
         return self
@@ -231,6 +239,8 @@ class Bus:
         except NoRespondersError:
             raise NotProvisionedError(f"nobody answers on {subject}") from None
         except (NatsTimeoutError, TimeoutError):
+            if any(f'"{subject.lower()}"' in words for words in self.denials):
+                raise BrokerUnavailableError(f"the broker does not permit {subject} to this credential") from None
             raise BrokerUnavailableError(f"no answer on {subject} within {timeout_s:g} s") from None
         except (NatsError, OSError) as error:
             raise BrokerUnavailableError(f"{subject}: {error or type(error).__name__}") from None
@@ -340,7 +350,11 @@ async def keep_clock(bus: Bus) -> None:
 async def connect(
     url: str, settings: Settings, *, name: str, inbox_prefix: str = SERVICE_INBOX_PREFIX
 ) -> AsyncIterator[Bus]:
-    """A connected `Bus`. Tries for `retry_for_s`, then raises BrokerUnavailableError with the last reason."""
+    """A connected `Bus`. Tries for `retry_for_s`, then raises BrokerUnavailableError with the last reason.
+
+    Shows the credential and the certificate that the settings name; raises ConfigError where one cannot be used.
+    """
+    options = connect_options(settings)
     problems: list[str] = []
     bus_holder: list[Bus] = []
 
@@ -348,6 +362,9 @@ async def connect(
         problems[:] = [str(error) or type(error).__name__]
         # One comes with each message dropped, and with each try while the broker is away, which is said once.
         is_repeated = isinstance(error, SlowConsumerError) or not nc.is_connected
+        for bus in bus_holder:
+            if _DENIAL in problems[0].lower():
+                bus.denials.append(problems[0].lower())
         level = logging.WARNING if bus_holder and not is_repeated else logging.DEBUG
         log.log(level, "broker connection: %s", problems[0])
 
@@ -383,6 +400,7 @@ async def connect(
                 closed_cb=on_closed,
                 reconnected_cb=on_reconnected,
                 disconnected_cb=on_disconnected,
+                **options,
             )
     except (TimeoutError, NatsError, OSError, ValueError) as error:
         reason = problems[0] if problems else str(error) or type(error).__name__
@@ -396,7 +414,7 @@ async def connect(
         with contextlib.suppress(NatsError, OSError, AssertionError):
             await nc.close()
         raise
-    bus = Bus(nc, settings, url)
+    bus = Bus(nc, settings, url, inbox_prefix=inbox_prefix)
     bus_holder.append(bus)
     async with bus:
         yield bus

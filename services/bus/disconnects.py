@@ -44,7 +44,8 @@ async def disconnects(
 ) -> AsyncIterator[None]:
     """Call `handler` for each connection of any client that ends, inside this context.
 
-    `url` has the credentials of a user of the system account. Raises BrokerUnavailableError where that fails.
+    The credential is `nats_system_credentials`, or in `url`: of a user of the system account. Raises
+    BrokerUnavailableError where that fails.
     """
 
     async def on_notice(message: Msg) -> None:
@@ -55,7 +56,8 @@ async def disconnects(
             return
         await handler(Disconnect(f"{notice.server.id}/{notice.client.id}", notice.reason))
 
-    async with connect(url, settings, name="headrace-monitor-system", inbox_prefix="_INBOX") as bus:
+    own = msgspec.structs.replace(settings, nats_credentials=settings.nats_system_credentials)
+    async with connect(url, own, name="headrace-monitor-system", inbox_prefix="_INBOX") as bus:
         await bus.subscribe(_SUBJECT, cb=on_notice)
         await bus.flush()
         yield

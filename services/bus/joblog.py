@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 from nats.aio.msg import Msg
 
-from headrace.bus.batchget import batch_get, multi_last
+from headrace.bus.batchget import BATCH, MAX_BATCH_BYTES, batch_get, multi_last
 from headrace.bus.clock import format_time
 from headrace.bus.connection import (
     ERR_CONSUMER_NOT_FOUND,
@@ -182,25 +182,20 @@ class JobLog:
         number = created.num_pending + created.delivered.consumer_seq
         return JobDelivery(name=name, num_stored=number, is_bound=created.push_bound)
 
-    async def read_delivered(self, tenant: str, job: str, *, from_sequence: int = 1) -> list[Event]:
-        """Like `read`, by a short-lived consumer, which a client can be permitted for its own tenant alone."""
-        inbox = self._bus.new_inbox()
-        subscription = await self._bus.subscribe(inbox)
-        timeout_s = self._bus.settings.request_timeout_s
-        try:
-            delivery = await self.deliver(tenant, job, inbox, from_sequence=from_sequence)
-            events: list[Event] = []
-            for _ in range(delivery.num_stored):
-                message = await self._bus.next_message(subscription, timeout_s)
-                if message is None:
-                    raise BrokerUnavailableError(f"the log of job {job} was not sent within {timeout_s:g} s")
-                event = event_of_delivery(message)
-                if event is not None:
-                    events.append(event)
-        finally:
-            await subscription.unsubscribe()
-        await self.stop_delivery(job, delivery.name)
-        return events
+    async def send_last(self, tenant: str, job: str, inbox: str) -> None:
+        """Have the broker send the last event to an inbox, or a status 404, as it answers `last`."""
+        await self._bus.publish(f"$JS.API.DIRECT.GET.{self._stream(job)}.{self._names.log(tenant, job)}", reply=inbox)
+
+    async def send(self, tenant: str, job: str, inbox: str, *, from_sequence: int) -> None:
+        """Have the broker send events from a sequence on to an inbox, as one batched answer."""
+        payload = {
+            "batch": BATCH,
+            "max_bytes": MAX_BATCH_BYTES,
+            "seq": max(from_sequence, 1),
+            "next_by_subj": self._names.log(tenant, job),
+        }
+        subject = f"$JS.API.DIRECT.GET.{self._stream(job)}"
+        await self._bus.publish(subject, msgspec.json.encode(payload), reply=inbox)
 
     async def stop_delivery(self, job: str, name: str) -> None:
         """Remove a consumer made by `deliver`; fine if it is gone already."""

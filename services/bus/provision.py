@@ -172,7 +172,7 @@ def _batch_streams(names: Names, settings: Settings) -> list[StreamConfig]:
     }
     # As the object-store ADR (ADR-20) lays one out.
     files = {
-        "name": f"OBJ_{names.files_store}",
+        "name": names.files_stream,
         "subjects": [f"$O.{names.files_store}.C.>", f"$O.{names.files_store}.M.>"],
         "retention": "limits",
         "storage": "file",

@@ -2,7 +2,7 @@
 
 Files it owns in the state directory: `broker/` (JetStream's store), `broker.conf`, `broker.secret`, `broker.lock`,
 `broker.pid`, `broker.log` and, while the broker runs, `broker.json`, through which other processes `discover` it.
-Any local user may connect as a client; only the system account asks for a password.
+Any local user may connect as a client, and only the system account asks for a password, unless it is secured.
 """
 
 import asyncio
@@ -18,11 +18,13 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
 import msgspec
 
+from headrace.bus.members import as_text
+from headrace.bus.private_files import write_private
 from headrace.errors import BrokerUnavailableError, ConfigError
 from headrace.lifecycle import ChildProcess
 
@@ -39,12 +41,16 @@ _ORPHAN_TIMEOUT_S: Final = 10.0
 
 
 class BrokerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """How to reach a running embedded broker; the content of `broker.json`. `system_url` holds a password."""
+    """How to reach a running embedded broker; the content of `broker.json`. `system_url` holds a password.
+
+    `credentials` is the operator's credentials file, where the broker is a secured one.
+    """
 
     url: str
     system_url: str
     monitor_url: str
     pid: int
+    credentials: str | None = None
 
 
 class _Ports(msgspec.Struct):
@@ -62,11 +68,24 @@ class EmbeddedBroker:
     directory. If this process is killed, the kernel asks the broker to stop (Linux); the next start waits for
     that. Raises BrokerUnavailableError if there is no nats-server, the port or the directory is taken, or it is
     not ready within `ready_timeout_s` (a large store is read back first); ConfigError for an unusable directory.
+
+    With `accounts`, a file of nats-server's configuration inside the directory, only those it names may connect; who
+    may use `operator_credentials` finds them by `discover`.
     """
 
-    def __init__(self, state_dir: Path, *, port: int = DEFAULT_PORT, ready_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        state_dir: Path,
+        *,
+        port: int = DEFAULT_PORT,
+        ready_timeout_s: float = 60.0,
+        accounts: Path | None = None,
+        operator_credentials: Path | None = None,
+    ) -> None:
         self._dir = Path(os.path.abspath(state_dir))
         self._port = port if port > 0 else -1
+        self._accounts = accounts
+        self._credentials = operator_credentials
         self._ready_timeout_s = ready_timeout_s
         self._stack = contextlib.AsyncExitStack()
         self._child: ChildProcess | None = None
@@ -89,7 +108,7 @@ class EmbeddedBroker:
             )
             self._child = await stack.enter_async_context(child)
             self._info = await self._until_ready(child, password)
-            _write_private(self._dir / "broker.json", msgspec.json.encode(self._info))
+            write_private(self._dir / "broker.json", msgspec.json.encode(self._info))
             stack.callback((self._dir / "broker.json").unlink, missing_ok=True)
             self._stack = stack.pop_all()
         return self
@@ -134,7 +153,7 @@ class EmbeddedBroker:
         if path.exists() and (password := path.read_text().strip()):
             return password
         password = secrets.token_hex(16)
-        _write_private(path, password.encode())
+        write_private(path, password.encode())
         return password
 
     def _clean_and_configure(self, password: str) -> None:
@@ -142,12 +161,11 @@ class EmbeddedBroker:
             stale.unlink(missing_ok=True)
         if (self._dir / "broker.log").exists():
             (self._dir / "broker.log").replace(self._dir / "broker.log.1")
-        _write_private(self._dir / "broker.conf", self._config(password).encode())
+        write_private(self._dir / "broker.conf", self._config(password).encode())
 
     def _config(self, password: str) -> str:
-        """nats-server's configuration, as JSON: its syntax accepts it, and no path can break out of a string."""
-        client = {"user": "headrace", "password": secrets.token_hex(16)}
-        settings = {
+        """nats-server's configuration; no path can break out of a string of it."""
+        settings: dict[str, Any] = {
             "server_name": "headrace-embedded",
             "host": _HOST,
             "port": self._port,
@@ -159,14 +177,21 @@ class EmbeddedBroker:
             "logfile_max_num": 2,
             "max_payload": _MAX_PAYLOAD_BYTES,
             "jetstream": {"store_dir": str(self._dir / "broker"), "sync_interval": "1s"},
-            "accounts": {
-                "SYS": {"users": [{"user": "sys", "password": password}]},
-                "HEADRACE": {"jetstream": "enabled", "users": [client]},
-            },
-            "system_account": "SYS",
-            "no_auth_user": client["user"],
         }
-        return json.dumps(settings, indent=2, ensure_ascii=False)
+        if self._accounts is not None:
+            return f"{as_text(settings)}include {json.dumps(str(self._accounts.relative_to(self._dir)))}\n"
+        client = {"user": "headrace", "password": secrets.token_hex(16)}
+        return as_text(
+            settings
+            | {
+                "accounts": {
+                    "SYS": {"users": [{"user": "sys", "password": password}]},
+                    "HEADRACE": {"jetstream": "enabled", "users": [client]},
+                },
+                "system_account": "SYS",
+                "no_auth_user": client["user"],
+            }
+        )
 
     async def _until_ready(self, child: ChildProcess, password: str) -> BrokerInfo:
         try:
@@ -177,7 +202,8 @@ class EmbeddedBroker:
                         address = urlsplit(ports.nats[0]).netloc
                         return BrokerInfo(
                             url=f"nats://{address}",
-                            system_url=f"nats://sys:{password}@{address}",
+                            system_url=f"nats://sys:{password}@{address}" if self._accounts is None else "",
+                            credentials=str(self._credentials) if self._credentials is not None else None,
                             monitor_url=ports.monitoring[0],
                             pid=child.pid,
                         )
@@ -262,15 +288,6 @@ def _check_path(path: Path) -> None:
     text = str(path)
     if any(ord(char) < 32 or 0xD800 <= ord(char) <= 0xDFFF for char in text):
         raise ConfigError(f"the state directory {text!r} has characters that are not printable UTF-8; choose another")
-
-
-def _write_private(path: Path, data: bytes) -> None:
-    """Replace the file as a whole, readable by its owner alone."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
-    temporary.replace(path)
 
 
 async def _is_healthy(monitor_url: str) -> bool:

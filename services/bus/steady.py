@@ -40,6 +40,14 @@ class SteadyClient(Client):
     async def _connect_to_server(self, s: Srv) -> None:
         await honouring_cancel(super()._connect_to_server(s))
 
+    async def _process_connect_init(self) -> None:
+        try:
+            await super()._process_connect_init()
+        except BaseException:
+            if self._transport:  # a server that lets us not in: nats-py would drop the socket open, one with each try
+                self._transport.close()  # type: ignore[no-untyped-call]
+            raise
+
     async def _close(self, status: int, do_cbs: bool = True) -> None:
         await self._end_reconnecting()
         task = asyncio.current_task()

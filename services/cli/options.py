@@ -12,14 +12,14 @@ import msgspec
 from headrace.bus.connection import Bus, connect
 from headrace.bus.server import discover
 from headrace.errors import BrokerUnavailableError, ConfigError
-from headrace.schemas.subjects import is_job_id, is_model_name, is_name
+from headrace.schemas.subjects import is_job_id, is_model_name, is_name, service_inbox
 from headrace.settings import Settings, load
 
 __all__ = [
-    "broker_url",
     "check_job",
     "connected",
     "group_options",
+    "located",
     "model_option",
     "parse_assignments",
     "tenant_option",
@@ -72,27 +72,31 @@ def with_settings(function: _F) -> Callable[..., Any]:
     return _with_options(wrapper)
 
 
-def broker_url(settings: Settings) -> str:
-    """The broker's URL: the setting, else the embedded broker of the state directory.
+def located(settings: Settings) -> tuple[str, Settings]:
+    """The broker's URL, by setting or the embedded broker of the state directory, and the settings to connect with.
 
-    Raises BrokerUnavailableError where neither is there.
+    A secured embedded broker brings the operator's credential, which only its owner can read; a credential that is set
+    goes before it. Raises BrokerUnavailableError where neither broker is there.
     """
     if settings.nats_url is not None:
-        return settings.nats_url
+        return settings.nats_url, settings
     info = discover(Path(settings.state_dir))
     if info is None:
         raise BrokerUnavailableError(
             f"no broker: none runs on {settings.state_dir}. Start one with `headrace up`, "
             "or name one with HEADRACE_NATS_URL or --nats-url"
         )
-    return info.url
+    if settings.nats_credentials is None and info.credentials is not None:
+        settings = msgspec.structs.replace(settings, nats_credentials=info.credentials)
+    return info.url, settings
 
 
 @contextlib.asynccontextmanager
 async def connected(settings: Settings, *, name: str = "headrace-cli") -> AsyncIterator[Bus]:
     """A connection for a command that answers at once; gives up on a silent broker after a few seconds."""
     hasty = msgspec.structs.replace(settings, retry_for_s=min(settings.retry_for_s, _ONE_SHOT_RETRY_S))
-    async with connect(broker_url(settings), hasty, name=name) as bus:
+    url, hasty = located(hasty)
+    async with connect(url, hasty, name=name, inbox_prefix=service_inbox("operator")) as bus:
         yield bus
 
 

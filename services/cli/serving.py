@@ -8,9 +8,10 @@ from typing import Final, Literal
 
 from headrace import __version__, telemetry
 from headrace.bus.connection import Bus, connect
-from headrace.cli.options import broker_url
+from headrace.cli.options import located
 from headrace.lifecycle import stop_event, wait_first
 from headrace.logs import configure_logging
+from headrace.schemas.subjects import Service, service_inbox
 from headrace.settings import Settings
 
 __all__ = ["LogFormat", "Part", "run_part", "run_until"]
@@ -25,7 +26,7 @@ Part = Callable[[Bus, asyncio.Event], Awaitable[None]]
 """What a part does with a connection until the event is set."""
 
 
-def run_part(name: str, settings: Settings, part: Part, *, log_format: LogFormat, worker: str = "") -> None:
+def run_part(name: Service, settings: Settings, part: Part, *, log_format: LogFormat, worker: str = "") -> None:
     """Run one part until SIGTERM or SIGINT and return once it handed everything back.
 
     Raises HeadraceError where it cannot start or go on. A second signal ends the process at once.
@@ -34,7 +35,7 @@ def run_part(name: str, settings: Settings, part: Part, *, log_format: LogFormat
     service = f"headrace-{name}"
     with telemetry.configure(service, instance_id=worker, version=__version__):
         _tame_garbage_collection()
-        asyncio.run(_serve(service, settings, part))
+        asyncio.run(_serve(service, settings, part, inbox_prefix=service_inbox(name, worker)))
 
 
 def _tame_garbage_collection() -> None:
@@ -66,9 +67,10 @@ async def run_until(body: Callable[[asyncio.Event, asyncio.Event], Awaitable[Non
         return stop.is_set()
 
 
-async def _serve(service: str, settings: Settings, part: Part) -> None:
+async def _serve(service: str, settings: Settings, part: Part, *, inbox_prefix: str) -> None:
     async def body(stop: asyncio.Event, started: asyncio.Event) -> None:
-        async with connect(broker_url(settings), settings, name=service) as bus:
+        url, own = located(settings)
+        async with connect(url, own, name=service, inbox_prefix=inbox_prefix) as bus:
             started.set()
             await part(bus, stop)
 

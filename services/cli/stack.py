@@ -14,14 +14,16 @@ import msgspec
 
 from headrace.bus.connection import Bus, connect
 from headrace.bus.heartbeats import WorkersBucket, WorkersView
-from headrace.bus.provision import ensure_provisioned
+from headrace.bus.members import GATEWAY, MONITOR, ROUTER, Member
+from headrace.bus.provision import ensure_jobs_stream, ensure_provisioned
 from headrace.bus.server import BrokerInfo
 from headrace.cli import http
 from headrace.cli.broker import SupervisedBroker
+from headrace.cli.guard import Guard
 from headrace.cli.supervising import Supervised
 from headrace.errors import BrokerUnavailableError, ConfigError, EngineStartError, HeadraceError, NotProvisionedError
 from headrace.lifecycle import wait_first
-from headrace.schemas.subjects import DEFAULT_TENANT
+from headrace.schemas.subjects import DEFAULT_TENANT, service_inbox
 from headrace.settings import Settings
 
 __all__ = ["Plan", "Stack", "running_stack"]
@@ -42,7 +44,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     `has_notices`: whether the monitor gets the embedded broker's system account, and with it disconnect notices.
     `temp_dir` is where the parts keep temporary files, which one that is killed leaves behind. `http_port` is where the
-    gateway listens; None: there is none.
+    gateway listens; None: there is none. `is_secure`: each part has a credential of its own, and the embedded broker
+    lets in nobody without one.
     """
 
     model: str
@@ -53,6 +56,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     has_notices: bool = True
     temp_dir: str | None = None
     http_port: int | None = None
+    is_secure: bool = False
 
     def worker_argv(self, worker_id: str | None) -> list[str]:
         """Arguments of `headrace` that start one of the workers."""
@@ -174,29 +178,38 @@ async def running_stack(
     """
     async with contextlib.AsyncExitStack() as stack:
         info: BrokerInfo | None = None
+        guard: Guard | None = None
         if settings.nats_url is None:
             on_step("starting the broker")
-            broker = SupervisedBroker(Path(settings.state_dir), port=settings.broker_port)
+            if plan.is_secure:
+                guard = Guard(settings, model=plan.model, num_workers=plan.num_workers)
+                settings = guard.operator_settings
+            directory = guard.directory if guard is not None else None
+            broker = SupervisedBroker(Path(settings.state_dir), port=settings.broker_port, directory=directory)
             info = await stack.enter_async_context(broker.running())
         url = settings.nats_url or (info.url if info is not None else "")
         on_step("connecting")
-        bus = await stack.enter_async_context(connect(url, settings, name="headrace-up"))
+        inbox_prefix = service_inbox("operator")
+        bus = await stack.enter_async_context(connect(url, settings, name="headrace-up", inbox_prefix=inbox_prefix))
         await ensure_provisioned(bus)
+        if guard is not None:  # no worker may make a stream there
+            await ensure_jobs_stream(bus, plan.model)
         on_step("starting router and monitor")
         env = _environment(settings, url, plan)
         services = [
-            _service("router", env, on_line),
-            _service("monitor", _with_notices(env, info, plan), on_line),
+            _service("router", _guarded(env, guard, ROUTER), on_line),
+            _service("monitor", _with_notices(_guarded(env, guard, MONITOR), info, plan), on_line),
         ]
         for service in reversed(services):  # so that the router stops first
             await stack.enter_async_context(_kept([service]))
         on_step(f"starting {plan.num_workers} worker(s) with engine {plan.engine}")
-        workers = [_worker(number, settings, plan, env, on_line) for number in range(1, plan.num_workers + 1)]
-        edge = [_gateway(settings, plan.http_port, env, on_line)] if plan.http_port is not None else []
+        workers = [_worker(number, settings, plan, env, guard, on_line) for number in range(1, plan.num_workers + 1)]
+        http_env = _guarded(env, guard, GATEWAY)
+        edge = [_gateway(settings, plan.http_port, http_env, on_line)] if plan.http_port is not None else []
         group = await stack.enter_async_context(_kept(workers, edge))
 
         def add_worker() -> Supervised:
-            worker = _worker(len(workers) + 1, settings, plan, env, on_line)
+            worker = _worker(len(workers) + 1, settings, plan, env, guard, on_line)
             workers.append(worker)
             group.create_task(worker.run(), name=worker.name)
             return worker
@@ -238,8 +251,13 @@ def _with_notices(env: Mapping[str, str], info: BrokerInfo | None, plan: Plan) -
     """A monitor's environment: with the embedded broker's system account, or without any; as it is with any other."""
     if info is None:
         return dict(env)
-    given = {_SYSTEM_URL: info.system_url} if plan.has_notices else {}
+    given = {_SYSTEM_URL: info.system_url} if plan.has_notices and info.system_url else {}
     return {name: value for name, value in env.items() if name != _SYSTEM_URL} | given
+
+
+def _guarded(env: Mapping[str, str], guard: Guard | None, member: Member) -> dict[str, str]:
+    """A part's environment with its own credential, where it needs one."""
+    return dict(env) | (guard.credentials_of(member) if guard is not None else {})
 
 
 def _service(name: str, env: Mapping[str, str], on_line: Callable[[str, str], None]) -> Supervised:
@@ -265,12 +283,20 @@ def _gateway(settings: Settings, port: int, env: Mapping[str, str], on_line: Cal
 
 
 def _worker(
-    number: int, settings: Settings, plan: Plan, env: Mapping[str, str], on_line: Callable[[str, str], None]
+    number: int,
+    settings: Settings,
+    plan: Plan,
+    env: Mapping[str, str],
+    guard: Guard | None,
+    on_line: Callable[[str, str], None],
 ) -> Supervised:
-    worker_id = settings.worker_id
     is_only = number == plan.num_workers == 1
+    worker_id = settings.worker_id
     if worker_id is not None and not is_only:
         worker_id = f"{worker_id}-{number}"
+    if guard is not None:
+        member = guard.worker(number)
+        worker_id, env = member.worker, _guarded(env, guard, member)
     name = "worker" if is_only else f"worker-{number}"
     return Supervised(
         name,

@@ -12,9 +12,12 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from headrace.bus.members import TENANT
+from headrace.bus.securing import SecureDirectory
 from headrace.cli import http
 from headrace.cli.options import parse_assignments, with_settings
 from headrace.cli.render import console, is_terminal, safe
+from headrace.cli.secure import secure_directory
 from headrace.cli.serve import DEFAULT_MODEL
 from headrace.cli.serving import run_until
 from headrace.cli.stack import Plan, Stack, running_stack
@@ -42,6 +45,7 @@ _STYLES: Final = ("cyan", "magenta", "blue", "green", "yellow")
     "-o", "--option", "options", multiple=True, callback=parse_assignments, metavar="KEY=VALUE",
     help="An option of the engine; repeatable.",
 )  # fmt: skip
+@click.option("--secure", is_flag=True, help="Let nobody use the broker without a credential.")
 @with_settings
 def up(
     settings: Settings,
@@ -51,11 +55,14 @@ def up(
     port: int | None,
     max_concurrency: int | None,
     options: dict[str, str],
+    secure: bool,
 ) -> None:
     """Start broker, router, monitor, workers and gateway here, and keep them running until Ctrl-C.
 
     The broker is the real nats-server, on loopback, with its store in the state directory; HEADRACE_NATS_URL uses one
     that runs already. A part that dies is started again. Ctrl-C lets the workers drain; a second one ends all at once.
+    With --secure the broker asks everybody for a credential, as `headrace provision --secure` makes them; this user's
+    commands find the operator's by themselves.
 
     \b
     headrace up
@@ -65,6 +72,8 @@ def up(
     model = model or (DEFAULT_MODEL if engine == "llama" else "sim" if engine == "sim" else None)
     if model is None:
         raise click.UsageError(f"engine {engine} needs --model NAME")
+    if secure and settings.nats_url is not None:
+        raise click.UsageError("--secure is for the embedded broker; see `headrace provision --secure` for another")
     if not is_model_name(model):
         raise ConfigError("--model: allowed are 1 to 100 bytes without control characters")
     if port is not None:
@@ -78,6 +87,7 @@ def up(
         max_concurrency=max_concurrency,
         options=options,
         http_port=_http_port(settings),
+        is_secure=secure,
     )
     asyncio.run(run_until(lambda stop, started: _up(settings, plan, stop, started)))
 
@@ -137,11 +147,14 @@ def _http_port(settings: Settings) -> int | None:
     raise ConfigError(f"HEADRACE_HTTP_PORT is {port}, which cannot be had on {host}; 0 is any free port")
 
 
-def nats_one_liner(stack: Stack) -> str:
-    """A request that needs nothing but the NATS command line."""
+def nats_one_liner(stack: Stack, directory: SecureDirectory | None = None) -> str:
+    """A request that needs nothing but the NATS command line, and on a secured broker the tenant's credential."""
     subject = stack.bus.names.infer(DEFAULT_TENANT, "chat", stack.plan.model)
     body = '{"messages":[{"role":"user","content":"hi"}]}'
     server = "" if stack.url.endswith(":4222") else f"--server {shlex.quote(stack.url)} "
+    if directory is not None:
+        nkey = shlex.quote(str(directory.file_of(TENANT)))
+        server += f"--nkey {nkey} --inbox-prefix=_INBOX.{DEFAULT_TENANT} "
     return f"nats {server}req {shlex.quote(subject)} '{body}' --replies 0 --reply-timeout 60s"
 
 
@@ -167,7 +180,7 @@ def _next_steps(settings: Settings, stack: Stack) -> str:
             f'  headrace ask{here} "What is a headrace?"',
             f"  headrace status{here} --watch",
             *_curl(settings, plan),
-            f"  {nats_one_liner(stack)}",
+            f"  {nats_one_liner(stack, secure_directory(settings, None) if plan.is_secure else None)}",
             "",
             "Ctrl-C stops everything.",
         )

@@ -31,31 +31,40 @@ async def connect(
     url: str | None = None,
     *,
     tenant: str = DEFAULT_TENANT,
+    credentials: str | None = None,
     settings: Settings | None = None,
     name: str = "headrace-client",
 ) -> AsyncIterator["Client"]:
     """A connected client of one tenant.
 
-    Without `url`: HEADRACE_NATS_URL, else the broker that `headrace up` runs for this user. Raises
-    BrokerUnavailableError where none answers, ConfigError for settings or a tenant name that cannot be.
+    Without `url`: HEADRACE_NATS_URL, else the broker that `headrace up` runs for this user. A secured broker asks for
+    the tenant's credential: the file `credentials`, else HEADRACE_NATS_CREDENTIALS. Raises BrokerUnavailableError where
+    none answers, ConfigError for settings, a credential or a tenant name that cannot be.
     """
     settings = settings if settings is not None else load()
+    if credentials is not None:
+        settings = msgspec.structs.replace(settings, nats_credentials=credentials)
     if not is_name(tenant):
         raise _invalid("tenant", "must be 1 to 40 of a-z 0-9 -")
-    async with connect_bus(url or broker_url(settings), settings, name=name, inbox_prefix=f"{INBOX}.{tenant}") as bus:
+    url, settings = (url, settings) if url is not None else _located(settings)
+    async with connect_bus(url, settings, name=name, inbox_prefix=f"{INBOX}.{tenant}") as bus:
         yield Client(bus, tenant)
 
 
-def broker_url(settings: Settings) -> str:
-    """Where the broker is: by setting, else the embedded one. Raises BrokerUnavailableError where neither is there."""
+def _located(settings: Settings) -> tuple[str, Settings]:
+    """Where the broker is, by setting, else the embedded one, and what to connect with: the owner of a secured embedded
+    broker may be any tenant. Raises BrokerUnavailableError where neither is there.
+    """
     if settings.nats_url is not None:
-        return settings.nats_url
+        return settings.nats_url, settings
     found = discover(Path(settings.state_dir))
     if found is None:
         raise BrokerUnavailableError(
             "no broker is running: start everything with `headrace up`, or set HEADRACE_NATS_URL"
         )
-    return found.url
+    if settings.nats_credentials is None and found.credentials is not None:
+        settings = msgspec.structs.replace(settings, nats_credentials=found.credentials)
+    return found.url, settings
 
 
 class Client:

@@ -13,10 +13,11 @@ from opentelemetry.context import Context
 
 from headrace import telemetry
 from headrace.bus.connection import DEFAULT_PENDING, Bus, Message, Pending, Subscription
-from headrace.bus.joblog import JobLog, event_of_republish
+from headrace.bus.joblog import event_of_republish
 from headrace.client.chain import Chain, Link
 from headrace.client.control import JobControl
 from headrace.client.events import Accepted, Delta, Done, StreamEvent, as_chunk, chunk_text, from_event
+from headrace.client.reading import LogReader
 from headrace.errors import (
     BrokerError,
     JobCancelledError,
@@ -84,7 +85,7 @@ class JobStream:
         self._after = after
         self._parent = parent
         self._max_pending = max_pending
-        self._log = JobLog(bus)
+        self._log = LogReader(bus, tenant)
         self._chain = Chain()
         self._early: deque[Event] = deque()
         self._num_repairing = 0
@@ -257,7 +258,7 @@ class JobStream:
     async def _is_behind(self) -> bool:
         """Whether the log has something we did not see; a lost last message shows no later gap."""
         try:
-            last = await self._log.last(self._tenant, self.job)
+            last = await self._log.last(self.job)
         except BrokerError as error:
             log.debug("job %s: the log cannot be read now: %s", self.job, error)
             return False
@@ -292,7 +293,7 @@ class JobStream:
     async def _missing(self) -> list[Event]:
         """Read on from the log; empty while it cannot be read, which the next silence tries again."""
         try:
-            events = await self._log.read(self._tenant, self.job, from_sequence=self._chain.sequence + 1)
+            events = await self._log.read(self.job, from_sequence=self._chain.sequence + 1)
         except BrokerError as error:
             log.warning("job %s: its log cannot be read now: %s", self.job, error)
             return []

@@ -20,6 +20,7 @@ from headrace.monitor.deadlines import Deadlines
 from headrace.monitor.guard import Guard
 from headrace.monitor.lost import LostWorkers
 from headrace.monitor.orphans import remove_orphans_for_ever
+from headrace.monitor.tidying import tidying
 from headrace.schemas.refusals import Refusal
 from headrace.schemas.workers import Heartbeat
 
@@ -52,6 +53,7 @@ async def run_monitor(bus: Bus, *, stop: asyncio.Event) -> None:
             answering(bus, SERVICE_NAME, [endpoint], description="Watches Headrace's workers"),
             _guarding(bus, view),
             Deadlines(bus).running(),
+            tidying(bus),
         ):
             log.info("watching %s", bus.names.workers_bucket)
             while not stop.is_set():
@@ -75,8 +77,8 @@ async def _guarding(bus: Bus, view: WorkersView) -> AsyncIterator[None]:
             group.create_task(guard.run(), name="guard"),
             group.create_task(remove_orphans_for_ever(bus), name="orphaned deliveries"),
         ]
-        if bus.settings.nats_system_url is not None:
-            tasks.append(group.create_task(guard.listen(bus.settings.nats_system_url), name="disconnect notices"))
+        if (system_url := bus.settings.system_url) is not None:
+            tasks.append(group.create_task(guard.listen(system_url), name="disconnect notices"))
         try:
             yield
         finally:

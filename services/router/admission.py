@@ -36,16 +36,18 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     fallback: str | None
 
 
-def check_reply(reply: str, tenant: str, other_tenants: frozenset[str]) -> Refusal | None:
+def check_reply(reply: str, tenant: str, other_tenants: frozenset[str], *, is_secured: bool = False) -> Refusal | None:
     """Whether answers may go to this subject.
 
     It must be an inbox, not one of the services' own, and not inside another tenant's: NATS does not check what
-    subject a client names as its reply, so whoever answers there must.
+    subject a client names as its reply, so whoever answers there must. In a secured deployment, where the broker knows
+    who is who, it must be the tenant's own.
     """
     parts = reply.split(".")
     if len(parts) < 2 or parts[0] != INBOX or any(part in ("", "*", ">") for part in parts):
         return Refusal(code="invalid_value", message="the reply subject must be an inbox (_INBOX.…)", param="reply")
-    if parts[1].startswith("_") or (parts[1] != tenant and parts[1] in other_tenants):
+    is_own = parts[1] == tenant and len(parts) > 2
+    if (is_secured and not is_own) or parts[1].startswith("_") or (parts[1] != tenant and parts[1] in other_tenants):
         return Refusal(
             code="invalid_value", message="the reply subject lies in an inbox of somebody else", param="reply"
         )

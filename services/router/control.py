@@ -15,10 +15,10 @@ from headrace.router.models import Models
 from headrace.schemas import events, subjects
 from headrace.schemas.endings import deadline_exceeded, end_of
 from headrace.schemas.events import Event
-from headrace.schemas.jobs import CancelRequest, Job, JobStatus, decode_job
+from headrace.schemas.jobs import CancelRequest, Job, JobStatus, StatusRequest, decode_job
 from headrace.schemas.refusals import Refusal
 from headrace.schemas.states import JobState, step
-from headrace.schemas.subjects import QueueName, is_job_id, is_model_name, is_name
+from headrace.schemas.subjects import QueueName, is_job_id, is_model_name, is_name, is_reply, is_reply_to_tenant
 from headrace.schemas.workers import WorkerNudge
 
 __all__ = ["Control"]
@@ -38,12 +38,18 @@ class Control:
         self._models = models
 
     async def status(self, incoming: IncomingRequest) -> None:
-        """Answer with the job's `JobStatus`, or `job_not_found`."""
+        """Answer with the job's `JobStatus`, or `job_not_found`; have the broker answer what asks for events."""
+        if not self._may_answer(incoming):
+            return
         found = _job_of(incoming.subject)
-        if found is None:
-            await refuse(self._bus, incoming, _not_found())
+        wish = _status_request(incoming.data)
+        if found is None or wish is None:
+            await refuse(self._bus, incoming, _not_found() if found is None else _bad_status_body())
             return
         tenant, job = found
+        if wish.last_event or wish.events_from is not None:
+            await self._send(incoming.reply, tenant, job, wish)
+            return
         state = await self._log.state(tenant, job)
         if state.last is None:
             await refuse(self._bus, incoming, _not_found())
@@ -61,6 +67,8 @@ class Control:
         A worker may append many times a second, each of which wins over an append that was prepared before. So only
         the first look is at the whole log; after a lost race nothing but the last event is read before the next try.
         """
+        if not self._may_answer(incoming):
+            return
         found = _job_of(incoming.subject)
         wish = _cancel_request(incoming.data)
         if found is None or wish is None:
@@ -98,6 +106,22 @@ class Control:
             await reply_with(self._bus, incoming, await self._describe(tenant, job, state))
             return
         await refuse(self._bus, incoming, Refusal(code="internal", message="the broker gave no clear answer in time"))
+
+    def _may_answer(self, incoming: IncomingRequest) -> bool:
+        """Whether the answer goes to who may ask; NATS does not check what a client names as its reply."""
+        tenant = incoming.subject.split(".")[-2]
+        if not self._bus.settings.is_secured or not incoming.reply or is_reply_to_tenant(incoming.reply, tenant):
+            return True
+        log.info("a request of tenant %s was dropped: its reply subject is not the tenant's own", tenant)
+        return False
+
+    async def _send(self, inbox: str, tenant: str, job: str, wish: StatusRequest) -> None:
+        if not is_reply(inbox, self._bus.names.prefix):
+            return
+        if wish.events_from is not None:
+            await self._log.send(tenant, job, inbox, from_sequence=wish.events_from)
+        else:
+            await self._log.send_last(tenant, job, inbox)
 
     async def _append(self, tenant: str, state: JobState, event: Event, queued: Job | None) -> bool:
         # A terminal event may outlive the others, never the other way round: the longest deadline is the safe guess.
@@ -180,6 +204,15 @@ def _cancel_request(data: bytes) -> CancelRequest | None:
     return wish
 
 
+def _status_request(data: bytes) -> StatusRequest | None:
+    if not data.strip():
+        return StatusRequest()
+    try:
+        return msgspec.json.decode(data, type=StatusRequest)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
 def _with_wish(state: JobState, wish: CancelRequest) -> JobState:
     return msgspec.structs.replace(
         state, queue_sequence=state.queue_sequence or wish.sequence, model=state.model or wish.model or ""
@@ -192,6 +225,12 @@ def _place_of(state: JobState) -> tuple[str, int | None]:
 
 def _not_found() -> Refusal:
     return Refusal(code="job_not_found", message="no such job, or its log has expired")
+
+
+def _bad_status_body() -> Refusal:
+    return Refusal(
+        code="invalid_value", message='the body must be empty, {"events_from": SEQUENCE} or {"last_event": true}'
+    )
 
 
 def _bad_body() -> Refusal:

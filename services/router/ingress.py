@@ -91,13 +91,13 @@ class Ingress:
             log.info("a request without a reply inbox and without an id was dropped: nobody could read its answer")
             span.fail("invalid_value")
             return None
-        ingress = self._names.parse_infer(incoming.subject)
         if incoming.reply:
-            tenant = ingress.tenant if ingress is not None else subjects.DEFAULT_TENANT
-            if refusal := check_reply(incoming.reply, tenant, self._view.tenants):
+            tenant = self._names.tenant_of_infer(incoming.subject)
+            if refusal := self._reply_refusal(incoming.reply, tenant):
                 log.info("a request of tenant %s was refused: %s", tenant, refusal.message)
                 span.fail(refusal.code)
-                if not incoming.reply.startswith(f"{subjects.INBOX}."):  # else it is somebody's, and not told
+                # In an inbox it is somebody's, who is not told; what else a secured tenant names, it cannot hear.
+                if not self._settings.is_secured and not incoming.reply.startswith(f"{subjects.INBOX}."):
                     await refuse(self._bus, incoming, refusal)
                 return None
         wish = read_wish(
@@ -143,6 +143,9 @@ class Ingress:
         if refusal is not None:
             self._give_back(attempt)
         return refusal
+
+    def _reply_refusal(self, reply: str, tenant: str) -> Refusal | None:
+        return check_reply(reply, tenant, self._view.tenants, is_secured=self._settings.is_secured)
 
     def _give_back(self, attempt: Try) -> None:
         """What a try paid is given back once, and only where it is sure that nothing was taken in."""

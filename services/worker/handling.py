@@ -84,7 +84,6 @@ class Handler:
         room_changed: Callable[[], None],
         refund: Callable[[QueueName, int], None],
         leave_to_another: Callable[[Delivery], None],
-        job_ended: Callable[[str, str], None],
     ) -> None:
         self._bus = bus
         self._settings = bus.settings
@@ -105,7 +104,6 @@ class Handler:
             queue=queue,
             held=held,
             identity=identity,
-            job_ended=job_ended,
             leave_to_another=leave_to_another,
         )
         self._entrance = Entrance(
@@ -397,7 +395,7 @@ class Handler:
             return
         if outcome.kind is ResultKind.SETTLED:
             self._settler.record_end(span, outcome.event)
-            await self._settler.settle(held, job)
+            await self._settler.settle(held)
             return
         span.add_event(EVENT_REQUEUED, {HEADRACE_REASON: outcome.event.reason if outcome.event else ""})
         span.fail("engine_error" if outcome.is_fault else "handed_back")

@@ -53,6 +53,7 @@ class Pulse:
     ) -> None:
         self._settings = bus.settings
         self._url = bus.url
+        self._inbox_prefix = bus.inbox_prefix
         self._worker = worker
         self._compose = compose
         self._new_epoch = new_epoch
@@ -185,7 +186,9 @@ class Pulse:
 
     async def _register_and_beat(self, registered: "asyncio.Future[None]") -> None:
         assert self._main_loop is not None
-        async with connect(self._url, self._settings, name=f"headrace-heartbeat-{self._worker}") as bus:
+        async with connect(
+            self._url, self._settings, name=f"headrace-heartbeat-{self._worker}", inbox_prefix=self._inbox_prefix
+        ) as bus:
             heart = self._heart = Heart(
                 WorkersBucket(bus),
                 self._worker,

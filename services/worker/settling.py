@@ -36,7 +36,6 @@ class Settler:
         queue: JobQueue,
         held: HeldSet,
         identity: Callable[[int], Owner],
-        job_ended: Callable[[str, str], None],
         leave_to_another: Callable[[Delivery], None],
     ) -> None:
         self._bus = bus
@@ -45,20 +44,18 @@ class Settler:
         self._queue = queue
         self._held = held
         self._identity = identity
-        self._job_ended = job_ended
         self._leave_to_another = leave_to_another
         self.draining = asyncio.Event()
 
-    async def settle(self, held: Held, job: Job) -> None:
+    async def settle(self, held: Held) -> None:
         """Ack: the job's terminal event is in the log."""
         await self._queue.ack(held.delivery)
-        self._job_ended(job.tenant, job.job)
 
     async def settle_ended(self, held: Held, job: Job, state: JobState) -> None:
         """Ack a message of a job that had ended before, once its dead letter is sure to exist if the end was one."""
         if state.last is not None and state.last.is_dead:
             await self._bury(held, job, state)
-        await self.settle(held, job)
+        await self.settle(held)
 
     async def end(
         self, held: Held, job: Job, state: JobState, refusal: Refusal, span: Span, *, is_dead: bool = False
@@ -72,7 +69,7 @@ class Settler:
         self.record_end(span, final)
         if final.is_dead:
             await self._bury(held, job, state)
-        await self.settle(held, job)
+        await self.settle(held)
         return True
 
     async def hand_back(self, held: Held, job: Job, *, delay_s: float = 0.0, to: str | None = None) -> None:

@@ -7,7 +7,6 @@ import os
 import socket
 import time
 import uuid
-from collections import deque
 from typing import Final
 
 import msgspec
@@ -42,9 +41,6 @@ __all__ = ["Worker", "WorkerOptions", "run_worker"]
 
 log = logging.getLogger(__name__)
 
-_PURGE_AFTER_S: Final = 60.0
-_PURGE_EVERY_S: Final = 1.0
-_MAX_PURGES_WAITING: Final = 100_000
 _RESTART_FIRST_S: Final = 0.5
 _RESTART_MAX_S: Final = 30.0
 _WATCH_EVERY_S: Final = 0.25
@@ -129,7 +125,6 @@ class Worker:
             room_changed=self._room_changed,
             refund=self._refund,
             leave_to_another=self._leave_to_another,
-            job_ended=self._job_ended,
         )
         self._puller = Puller(
             bus,
@@ -145,7 +140,6 @@ class Worker:
             ageing_s=self._settings.ageing_s,
             config=lambda: self._view.config,
         )
-        self._purges: deque[tuple[float, str, str]] = deque(maxlen=_MAX_PURGES_WAITING)
         self._group: asyncio.TaskGroup | None = None
         self._nudged = asyncio.Event()
         self._engine_hangs = asyncio.Event()
@@ -180,7 +174,6 @@ class Worker:
                 group.create_task(
                     self._capacity.follow(is_up=self._is_up, changed=self._marks_passed), name="free memory"
                 ),
-                group.create_task(self._purge_for_ever(), name="purges"),
                 group.create_task(keep_clock(self._bus), name="clock"),
             ]
             try:
@@ -493,19 +486,3 @@ class Worker:
                 execution.stop("stalled")
             if stalled and all(now - execution.last_progress > stall_s / 2 for execution in executions):
                 self._engine_hangs.set()
-
-    # after a job
-
-    def _job_ended(self, tenant: str, job: str) -> None:
-        self._purges.append((time.monotonic() + _PURGE_AFTER_S, tenant, job))
-
-    async def _purge_for_ever(self) -> None:
-        """A minute after a job ended its log keeps only the last event, which holds the whole answer."""
-        while True:
-            await asyncio.sleep(_PURGE_EVERY_S)
-            while self._purges and self._purges[0][0] <= time.monotonic():
-                _, tenant, job = self._purges.popleft()
-                try:
-                    await self._log.purge_to_last(tenant, job)
-                except BrokerError as error:
-                    log.info("the log of job %s is not purged: %s", job, error)

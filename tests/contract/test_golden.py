@@ -7,7 +7,7 @@ import pytest
 
 from headrace.schemas import events, jobs, subjects, workers
 from headrace.schemas.events import AcceptedBody, Event, Owner
-from headrace.schemas.jobs import CancelRequest, Job, JobStatus
+from headrace.schemas.jobs import CancelRequest, Job, JobStatus, StatusRequest
 from headrace.schemas.refusals import Refusal
 from headrace.schemas.subjects import JobId, Names, QueueName, Tenant, model_to_token
 from headrace.schemas.workers import Heartbeat, HeldRequest
@@ -302,6 +302,9 @@ def test_status_and_cancel_on_the_wire() -> None:
     )
     assert msgspec.json.decode(b'{"sequence":4}', type=CancelRequest) == CancelRequest(sequence=4)
     assert msgspec.json.decode(b"{}", type=CancelRequest) == CancelRequest()
+    assert msgspec.json.encode(StatusRequest(events_from=7)) == b'{"events_from":7,"last_event":false}'
+    assert msgspec.json.decode(b'{"last_event":true}', type=StatusRequest) == StatusRequest(last_event=True)
+    assert msgspec.json.decode(b"{}", type=StatusRequest) == StatusRequest()
 
 
 def test_names_of_the_contract() -> None:

@@ -230,7 +230,7 @@ class World:
         return thread
 
     @contextlib.asynccontextmanager
-    async def connect(self, url: str, settings: Settings, *, name: str) -> AsyncIterator[Bus]:
+    async def connect(self, url: str, settings: Settings, *, name: str, inbox_prefix: str) -> AsyncIterator[Bus]:
         """Stands for the connection that the heartbeat's thread makes."""
         process = current_process()
         part = next(part for part in self.parts if process in part.processes)

@@ -16,6 +16,7 @@ REQUIRED = [
     *(f"REQ-{number}" for number in (2, 3, 4, 5, 7, 8, 9)),
     "API-2",
     "SEC-4",
+    "SEC-2",
     *(f"STR-{number}" for number in (1, 2, 3, 5, 7, 8, 9)),
     *(f"WRK-{number}" for number in (1, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13)),
     *(f"NAT-{number}" for number in range(2, 12)),

@@ -87,7 +87,7 @@ def test_every_locked_release_has_hashes_and_names_no_place() -> None:
     assert len(names) == len(locked())
 
 
-@pytest.mark.parametrize("extra", ["", "gateway", "llama", "gpu", "dev"])
+@pytest.mark.parametrize("extra", ["", "gateway", "llama", "gpu", "secure", "dev"])
 def test_lock_satisfies_what_the_project_asks_for(extra: str) -> None:
     project = PROJECT["project"]
     asked = map(Requirement, project["optional-dependencies"][extra] if extra else project["dependencies"])
