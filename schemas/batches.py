@@ -9,6 +9,9 @@ from headrace.schemas.subjects import Tenant
 __all__ = [
     "BATCH_ENDED",
     "BATCH_MOVES",
+    "COMPLETION_WINDOWS_S",
+    "MAX_OUTPUT_TTL_S",
+    "MIN_TTL_S",
     "BatchRecord",
     "BatchStatus",
     "FileRecord",
@@ -25,6 +28,13 @@ BatchStatus = Literal[
     "validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"
 ]
 Purpose = Literal["batch", "batch_output"]
+
+COMPLETION_WINDOWS_S: Final = {"24h": 86_400}
+"""How long a batch may take, by what its maker says."""
+MIN_TTL_S: Final = 3_600
+"""The shortest time that a file may be asked to be kept; OpenAI's."""
+MAX_OUTPUT_TTL_S: Final = 2_592_000
+"""The longest time that results may be asked to be kept; OpenAI's."""
 
 BATCH_MOVES: Final[dict[BatchStatus, frozenset[BatchStatus]]] = {
     "validating": frozenset({"in_progress", "failed", "expired", "cancelling"}),

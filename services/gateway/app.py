@@ -2,7 +2,6 @@
 
 import re
 import uuid
-from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from starlette.applications import Starlette
@@ -24,11 +23,12 @@ from headrace.gateway.jobs import Jobs
 from headrace.gateway.models import Models
 from headrace.gateway.openapi import OpenApi
 from headrace.gateway.origins import Origins
+from headrace.gateway.routing import route
 from headrace.gateway.tenants import Tenants
 from headrace.gateway.watching import OpenRequests
 from headrace.schemas.openai import Operation
 
-__all__ = ["make_app"]
+__all__ = ["make_app", "routes_of"]
 
 _REQUEST_ID: Final = b"x-request-id"
 _GOOD_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}\Z")
@@ -41,6 +41,20 @@ def make_app(
 
     `is_loopback`: it is reached by this machine alone.
     """
+    handlers: dict[Any, Any] = {
+        HeadraceError: _on_error,
+        Exception: _on_error,
+        HTTPException: _on_no_route,
+        ClientDisconnect: _on_disconnect,
+    }
+    app = Starlette(routes=routes_of(bus, view, open_requests, keeper), exception_handlers=handlers)
+    doors = _Doors(app, open_requests, Tenants(view))
+    # A browser asks whether a page may send a key before it sends one.
+    return _Named(Origins(doors, allowed=bus.settings.allowed_origins, is_loopback=is_loopback))
+
+
+def routes_of(bus: Bus, view: ConfigView, open_requests: OpenRequests, keeper: BatchKeeper) -> list[Route]:
+    """All URLs that are served."""
     inference, jobs = Inference(bus, open_requests), Jobs(bus, open_requests)
     models, health = Models(bus, view), Health(bus, view)
 
@@ -50,35 +64,19 @@ def make_app(
 
         return answer
 
-    def by_method(**answers: Callable[[Request], Awaitable[Response]]) -> Any:
-        async def answer(request: Request) -> Response:  # one route, so that a 405 names all methods of the URL
-            return await answers.get(request.method, answers["GET"])(request)
-
-        return answer
-
-    routes = [
-        Route("/v1/chat/completions", infer("chat"), methods=["POST"]),
-        Route("/v1/completions", infer("completions"), methods=["POST"]),
-        Route("/v1/embeddings", infer("embeddings"), methods=["POST"]),
-        Route("/v1/models", models.list, methods=["GET"]),
-        Route("/v1/models/{model:path}", models.show, methods=["GET"]),
-        Route("/v1/jobs/{job}", by_method(GET=jobs.show, DELETE=jobs.cancel), methods=["GET", "DELETE"]),
-        Route("/v1/jobs/{job}/stream", jobs.stream, methods=["GET"]),
+    return [
+        route("/v1/chat/completions", POST=infer("chat")),
+        route("/v1/completions", POST=infer("completions")),
+        route("/v1/embeddings", POST=infer("embeddings")),
+        route("/v1/models", GET=models.list),
+        route("/v1/models/{model:path}", GET=models.show),
+        route("/v1/jobs/{job}", GET=jobs.show, DELETE=jobs.cancel),
+        route("/v1/jobs/{job}/stream", GET=jobs.stream),
         *batch_routes(bus, keeper),
-        Route("/openapi.json", OpenApi().show, methods=["GET"]),
-        Route("/healthz", health.live, methods=["GET"]),
-        Route("/readyz", health.ready, methods=["GET"]),
+        route("/openapi.json", GET=OpenApi().show),
+        route("/healthz", GET=health.live),
+        route("/readyz", GET=health.ready),
     ]
-    handlers: dict[Any, Any] = {
-        HeadraceError: _on_error,
-        Exception: _on_error,
-        HTTPException: _on_no_route,
-        ClientDisconnect: _on_disconnect,
-    }
-    app = Starlette(routes=routes, exception_handlers=handlers)
-    doors = _Doors(app, open_requests, Tenants(view))
-    # A browser asks whether a page may send a key before it sends one.
-    return _Named(Origins(doors, allowed=bus.settings.allowed_origins, is_loopback=is_loopback))
 
 
 class _Named:

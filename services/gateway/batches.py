@@ -2,7 +2,6 @@
 
 import hashlib
 import uuid
-from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import msgspec
@@ -17,9 +16,17 @@ from headrace.errors import RequestError
 from headrace.gateway.files import FileRoutes
 from headrace.gateway.limits import read_body
 from headrace.gateway.paging import page
+from headrace.gateway.routing import route
 from headrace.gateway.tenants import tenant_of
 from headrace.schemas.batch_lines import OPERATION_OF_URL
-from headrace.schemas.batches import BatchRecord, batch_object, moved
+from headrace.schemas.batches import (
+    COMPLETION_WINDOWS_S,
+    MAX_OUTPUT_TTL_S,
+    MIN_TTL_S,
+    BatchRecord,
+    batch_object,
+    moved,
+)
 from headrace.schemas.json_bounds import decode_object
 from headrace.schemas.json_checks import integer, invalid, one_of, string
 from headrace.schemas.refusals import Refusal
@@ -27,7 +34,6 @@ from headrace.schemas.subjects import Tenant
 
 __all__ = ["batch_routes"]
 
-_WINDOWS_S: Final = {"24h": 86_400}
 _MAX_BODY_BYTES: Final = 65_536
 _MAX_DEPTH: Final = 8
 _MAX_LISTED: Final = 100
@@ -35,29 +41,20 @@ _LISTED: Final = 20
 _MAX_METADATA: Final = 16
 _check_key = string(min_chars=1, max_chars=64)
 _check_value = string(max_chars=512)
-_check_ttl = integer(3_600, 2_592_000)
+_check_ttl = integer(MIN_TTL_S, MAX_OUTPUT_TTL_S)
 
 
 def batch_routes(bus: Bus, keeper: BatchKeeper) -> list[Route]:
     """The URLs of files and batches."""
     files, batches = FileRoutes(bus), _Batches(bus, keeper)
     return [
-        _route("/v1/files", GET=files.list, POST=files.create),
-        _route("/v1/files/{file}", GET=files.show, DELETE=files.remove),
-        _route("/v1/files/{file}/content", GET=files.content),
-        _route("/v1/batches", GET=batches.list, POST=batches.create),
-        _route("/v1/batches/{batch}", GET=batches.show),
-        _route("/v1/batches/{batch}/cancel", POST=batches.cancel),
+        route("/v1/files", GET=files.list, POST=files.create),
+        route("/v1/files/{file}", GET=files.show, DELETE=files.remove),
+        route("/v1/files/{file}/content", GET=files.content),
+        route("/v1/batches", GET=batches.list, POST=batches.create),
+        route("/v1/batches/{batch}", GET=batches.show),
+        route("/v1/batches/{batch}/cancel", POST=batches.cancel),
     ]
-
-
-def _route(path: str, **answers: Callable[[Request], Awaitable[Response]]) -> Route:
-    """One route for all methods of a URL, so that a refused method is told which there are."""
-
-    async def answer(request: Request) -> Response:
-        return await answers["GET" if request.method == "HEAD" else request.method](request)
-
-    return Route(path, answer, methods=list(answers))
 
 
 class _Batches:
@@ -89,7 +86,7 @@ class _Batches:
             input_file_id=file.id,
             completion_window=body["completion_window"],
             created_at=now,
-            expires_at=now + _WINDOWS_S[body["completion_window"]],
+            expires_at=now + COMPLETION_WINDOWS_S[body["completion_window"]],
             total=file.num_lines,
             metadata=body.get("metadata"),
             output_ttl_s=(body.get("output_expires_after") or {}).get("seconds"),
@@ -148,7 +145,7 @@ def _check(body: dict[str, Any]) -> Refusal | None:
     required = (
         ("input_file_id", string(min_chars=1, max_chars=100)),
         ("endpoint", one_of(*OPERATION_OF_URL)),
-        ("completion_window", one_of(*_WINDOWS_S)),
+        ("completion_window", one_of(*COMPLETION_WINDOWS_S)),
     )
     for name, check in required:
         if body.get(name) is None:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from headrace.batch import Files, Upload
 from headrace.errors import RequestError
 from headrace.gateway.multipart import Part, boundary_of, read_parts
-from headrace.schemas.batches import FileRecord
+from headrace.schemas.batches import MIN_TTL_S, FileRecord
 from headrace.schemas.json_checks import invalid
 from headrace.schemas.refusals import Refusal
 from headrace.schemas.subjects import Tenant
@@ -24,7 +24,6 @@ _DISCARD_S: Final = 5.0
 _MAX_DISCARDED_BYTES: Final = 32 * 1024 * 1024
 _MAX_FIELD_BYTES: Final = 1_024
 _MAX_FILENAME_CHARS: Final = 255
-_MIN_TTL_S: Final = 3_600
 _DEFAULT_NAME: Final = "batch.jsonl"
 
 
@@ -116,8 +115,8 @@ class _Form:
         text = self._values.get("expires_after[seconds]")
         if text is None:
             return None
-        if not (text.isdigit() and len(text) < 10 and int(text) >= _MIN_TTL_S):
-            raise RequestError(invalid("expires_after[seconds]", f"must be a number of seconds from {_MIN_TTL_S}"))
+        if not (text.isdigit() and len(text) < 10 and int(text) >= MIN_TTL_S):
+            raise RequestError(invalid("expires_after[seconds]", f"must be a number of seconds from {MIN_TTL_S}"))
         return int(text)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,13 @@ from typing import Any
 import aiohttp
 import jsonschema_rs
 import pytest
+from openai import AsyncOpenAI
 
+from headrace.batch import BatchKeeper
+from headrace.bus.configuration import ConfigView
+from headrace.gateway.app import routes_of
 from headrace.gateway.openapi import document
+from headrace.gateway.watching import OpenRequests
 from headrace.schemas.refusals import CODES
 from tests.deployment import MODEL, deployment, sim
 
@@ -36,8 +42,17 @@ async def served(url: str) -> dict[str, Any]:
         return document
 
 
-def narrowed(document: dict[str, Any]) -> dict[str, Any]:
-    """The document with the model and a job that are there, so that requests come further than to their names.
+async def kept(url: str) -> dict[str, str]:
+    """A file and a batch of it."""
+    line = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"model": MODEL, "prompt": "p"}}
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+        file = await client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+        batch = await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    return {"file": file.id, "batch": batch.id}
+
+
+def narrowed(document: dict[str, Any], known_ids: dict[str, str]) -> dict[str, Any]:
+    """The document with ids that are there, by their names in paths, so that requests come further than to these.
 
     Parameters that need others beside them are left out: a schema of single ones makes hardly a pair that fits.
     """
@@ -50,12 +65,12 @@ def narrowed(document: dict[str, Any]) -> dict[str, Any]:
                 schema["required"].append("stream")
     for methods in document["paths"].values():
         for operation in methods.values():
-            body = operation.get("requestBody", {"content": {"application/json": {}}})["content"]["application/json"]
+            body = operation.get("requestBody", {"content": {}})["content"].get("application/json", {})
             for example in body.get("examples", {}).values():
                 example["value"]["model"] = MODEL
             for parameter in operation.get("parameters", ()):
                 if parameter["in"] == "path":
-                    known = {"enum": [{"model": MODEL, "job": JOB}[parameter["name"]]]}
+                    known = {"enum": [known_ids[parameter["name"]]]}
                     parameter["schema"] = {"anyOf": [known, parameter["schema"]]}
     return document
 
@@ -66,7 +81,8 @@ async def test_no_request_finds_a_500_or_what_is_not_documented(broker_url: str,
         await running.worker(sim(tokens_per_second=0, max_model_len=256, default_tokens=8), max_concurrency=16)
         url = (await running.gateway()).url
         await running.client.complete(model=MODEL, prompt="hello", max_tokens=4, job_id=JOB)
-        (tmp_path / "openapi.json").write_text(json.dumps(narrowed(await served(url))))
+        known_ids = {"model": MODEL, "job": JOB, **await kept(url)}
+        (tmp_path / "openapi.json").write_text(json.dumps(narrowed(await served(url), known_ids)))
         (tmp_path / "schemathesis.toml").write_text(CONFIG)
         argv = (
             "--config-file", "schemathesis.toml", "run", "openapi.json", "--url", url, "--checks", CHECKS,
@@ -95,11 +111,19 @@ async def test_what_the_document_names_is_served_and_no_other_method(broker_url:
         assert await served(url) == json.loads(json.dumps(document()))
         async with aiohttp.ClientSession() as session:
             for path, methods in document()["paths"].items():
-                asked = path.replace("{job}", "none").replace("{model}", "none")
+                asked = re.sub(r"\{\w+\}", "none", path)
                 async with session.options(url + asked) as response:
                     assert response.status == 405, path
                     allowed = {method.strip().lower() for method in response.headers["allow"].split(",")}
                     assert allowed - {"head"} == set(methods), path
+
+
+async def test_every_url_that_is_served_is_in_the_document(broker_url: str, prefix: str) -> None:
+    async with deployment(broker_url, prefix) as running:
+        bus = running.bus
+        routes = routes_of(bus, ConfigView(bus), OpenRequests(limit=1), BatchKeeper(bus))
+        served_paths = {each.path.replace(":path}", "}") for each in routes}
+        assert served_paths == set(document()["paths"])
 
 
 def test_the_document_is_a_valid_one_and_its_schemas_are_schemas() -> None:
