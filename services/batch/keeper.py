@@ -6,7 +6,8 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 from headrace.batch.work import BatchWork, TakenOver
@@ -34,10 +35,14 @@ _Key = tuple[Tenant, str]
 
 
 class _Open:
-    """A batch that is not over, as this process knows it. `told` is set whenever its record changes."""
+    """A batch that is not over, as this process knows it. `told` is set whenever its record changes.
+
+    Until `sends_until` it may send requests: 0 where it only has its files to write.
+    """
 
     def __init__(self) -> None:
         self.is_known = False
+        self.sends_until = 0.0
         self.is_leased = False
         self.lease_revision = 0
         self.lease_seen_at = 0.0
@@ -54,11 +59,14 @@ class BatchKeeper:
     A lease in the broker says who runs a batch. It lives five seconds and is renewed each second, so a process that
     dies is noticed by its expiry; one that stops gives its leases up. A lease protects nothing but effort: what a
     runner writes is right though another may run the same batch. Holds the open batches in memory, and at most eight
-    running ones; the rest wait for a process with room.
+    running ones, but one of each tenant in any case, so that nobody's batches keep another's from running; the rest
+    wait for a process with room. The requests of a tenant that is not `served` any more wait too, until it is again or
+    their time is up.
     """
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, *, is_served: Callable[[Tenant], bool]) -> None:
         self._bus = bus
+        self._is_served = is_served
         self._records = BatchRecords(bus)
         self._owner = uuid.uuid4().hex
         self._seen_revision = 0
@@ -97,13 +105,34 @@ class BatchKeeper:
         async for change in self._records.changes(after=self._seen_revision):
             self._note(change)
             self._seen_revision = change.revision
-        now = time.monotonic()
-        free = [key for key, each in self._open.items() if key not in self._running and each.is_free(now)]
-        for key in free[: _MAX_RUNNING - len(self._running)]:
+        for key in self._next():
             revision = await self._acquire(key, self._open[key].lease_revision)
             if revision is not None:
                 task = asyncio.create_task(self._keep(key, self._open[key], revision), name=f"batch {key[1]}")
                 self._running[key] = task
+
+    def _next(self) -> list[_Key]:
+        """What to run beside what runs already: of the tenants that have the fewest running here, the oldest first."""
+        now = time.monotonic()
+        free = [
+            key
+            for key, each in self._open.items()
+            if key not in self._running and each.is_free(now) and self._may_run(key, each)
+        ]
+        running = Counter(tenant for tenant, _ in self._running)
+        chosen: list[_Key] = []
+        while free:
+            key = min(free, key=lambda each: running[each[0]])
+            if running[key[0]] and running.total() >= _MAX_RUNNING:
+                break
+            free.remove(key)
+            running[key[0]] += 1
+            chosen.append(key)
+        return chosen
+
+    def _may_run(self, key: _Key, each: _Open) -> bool:
+        """Whether its tenant is served, or it sends nothing any more."""
+        return self._is_served(key[0]) or self._bus.clock.now() >= each.sends_until
 
     def _note(self, change: BatchChange) -> None:
         key = (Tenant(change.tenant), change.batch)
@@ -121,6 +150,8 @@ class BatchKeeper:
         else:
             each = self._open.setdefault(key, _Open())
             each.is_known = True
+            is_sending = change.record.status in ("validating", "in_progress")
+            each.sends_until = change.record.expires_at if is_sending else 0.0
         each.told.set()
 
     async def _acquire(self, key: _Key, expected: int) -> int | None:
@@ -140,6 +171,9 @@ class BatchKeeper:
         working.add_done_callback(lambda _: ended.set())
         try:
             while not await wait_first(ended, timeout_s=_RENEW_EVERY_S):
+                if not self._may_run(key, each):
+                    log.info("batch %s waits: its tenant %s was removed", key[1], key[0])
+                    return
                 try:
                     renewed = await self._acquire(key, revision)
                 except BrokerError as error:  # nobody else can take it now either

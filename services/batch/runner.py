@@ -76,7 +76,7 @@ class BatchRunner:
             while True:
                 try:
                     async for request in requests_after(after):
-                        await self._window.enter()
+                        await self._window.enter(len(request.body))
                         group.create_task(self._run_line(request), name=f"{self._batch} line {request.number}")
                         after = request.number
                     return
@@ -114,7 +114,7 @@ class BatchRunner:
             self.trouble = None
             self._window.answered()
         finally:
-            self._window.leave()
+            self._window.leave(len(request.body))
 
     async def _answer(self, request: BatchRequest) -> LineResult:
         number = num_failures = 0
@@ -140,8 +140,7 @@ class BatchRunner:
                 if error.retry_after_s is None:
                     await retries.pause()
                 else:
-                    self._window.refused()
-                    await asyncio.sleep(error.retry_after_s * random.uniform(1.0, 1.0 + _JITTER))
+                    await self._window.again(error.retry_after_s * random.uniform(1.0, 1.0 + _JITTER))
             except BrokerError as error:
                 self.trouble = str(error)
                 await retries.pause()

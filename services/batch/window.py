@@ -3,38 +3,59 @@
 import asyncio
 import math
 import time
+from collections.abc import Callable
 from typing import Final
 
 __all__ = ["Window"]
 
 _SHRINK: Final = 0.7
 _SHRINK_EVERY_S: Final = 0.5
+_MAX_BYTES: Final = 16 * 1024 * 1024
+"""Of the bodies of all lines under way, which their runner holds; one line alone may be larger."""
 
 
 class Window:
     """At most `size` lines at once; fewer for a while where they find no room, so that a batch fills no queue.
 
-    What finds none makes it smaller, twice a second at most; as many answers as it has lines make it one larger.
+    What finds none makes it smaller, twice a second at most; as many answers as it has lines make it one larger. Lines
+    that are refused stay in it, but no more of them ask again at once than it has room for by then.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._num_open = 0
+        self._num_bytes = 0
+        self._num_refused = 0
         self._freed = asyncio.Event()
         self._shrunk_at = -math.inf
         self.limit = float(size)
 
-    async def enter(self) -> None:
-        """Wait until one more line may be sent. One task waits at a time."""
-        while self._num_open >= max(1, int(self.limit)):
-            self._freed.clear()
-            await self._freed.wait()
+    async def enter(self, num_bytes: int = 0) -> None:
+        """Wait until one more line, with a body of that size, may be sent."""
+        await self._until(
+            lambda: (
+                self._num_open < self._room and (not self._num_open or self._num_bytes + num_bytes <= _MAX_BYTES)
+            )
+        )
         self._num_open += 1
+        self._num_bytes += num_bytes
 
-    def leave(self) -> None:
-        """A line is done with."""
+    def leave(self, num_bytes: int = 0) -> None:
+        """A line of that size is done with."""
         self._num_open -= 1
+        self._num_bytes -= num_bytes
         self._freed.set()
+
+    async def again(self, after_s: float) -> None:
+        """A line that was refused waits so long, and then until it is among the lines that may ask."""
+        self.refused()
+        self._num_refused += 1
+        self._freed.set()
+        try:
+            await asyncio.sleep(after_s)
+            await self._until(lambda: self._num_open - self._num_refused < self._room)
+        finally:
+            self._num_refused -= 1
 
     def refused(self) -> None:
         """A line was refused, or waited in vain, for want of room."""
@@ -47,3 +68,12 @@ class Window:
         """A line has its answer."""
         self.limit = min(float(self._size), self.limit + 1 / self.limit)
         self._freed.set()
+
+    @property
+    def _room(self) -> int:
+        return max(1, int(self.limit))
+
+    async def _until(self, is_free: Callable[[], bool]) -> None:
+        while not is_free():
+            self._freed.clear()
+            await self._freed.wait()

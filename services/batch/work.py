@@ -31,6 +31,7 @@ _REPORT_EVERY_S: Final = 1.0
 _RESULTS_OUTLIVE_S: Final = 86_400.0
 """How long results outlive the time the batch has, for whoever comes late to write its files."""
 
+_INPUT_GONE: Final = LineError("file_not_found", "The input file is gone.", "input_file_id")
 _LEFT_OUT: Final[dict[BatchStatus, tuple[str, str]]] = {
     "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
     "cancelled": ("batch_cancelled", "This request was not executed: its batch was cancelled."),
@@ -108,7 +109,7 @@ class BatchWork:
     async def _validate(self, record: BatchRecord) -> BatchRecord:
         file = await self._records.file(self._tenant, record.input_file_id)
         if file is None:
-            return await self._fail(LineError("file_not_found", "The input file is gone.", "input_file_id"))
+            return await self._fail(_INPUT_GONE)
         if file.urls != (record.endpoint,):
             urls = ", ".join(file.urls)
             return await self._fail(
@@ -158,7 +159,8 @@ class BatchWork:
             if group.split((ObjectGoneError, RequestError))[1] is not None:
                 raise
             log.warning("the input of batch %s cannot be read to its end: %s", self._batch, group.exceptions[0])
-            return await self._fail(LineError("file_not_found", "The input file is gone.", "input_file_id"))
+            await runner.cancel_jobs()
+            return await self._finish(record, "failed", errors=(_INPUT_GONE,))
         await self._report()
         return await self._move("finalizing")
 
@@ -193,13 +195,15 @@ class BatchWork:
         completed, failed = len(self._done) - self._num_failed, self._num_failed
         return await self._change(lambda record: msgspec.structs.replace(record, completed=completed, failed=failed))
 
-    async def _finish(self, record: BatchRecord, end: BatchStatus) -> BatchRecord:
+    async def _finish(
+        self, record: BatchRecord, end: BatchStatus, *, errors: tuple[LineError, ...] = ()
+    ) -> BatchRecord:
         """Write the files and reach the end; the record decides whose files they are."""
         settings = self._bus.settings
         ttl_s = min(record.output_ttl_s or settings.file_ttl_s, settings.file_ttl_s)
         made = await self._assembler.assemble(record, ttl_s=ttl_s, left_out=_LEFT_OUT.get(end))
         now = self._bus.clock.now()
-        changes = msgspec.structs.asdict(made)
+        changes = {**msgspec.structs.asdict(made), "errors": errors}
 
         def change(current: BatchRecord) -> BatchRecord:
             if current.is_over or (current.status == "cancelling") != (end == "cancelled"):

@@ -72,9 +72,20 @@ class BatchRecords:
             if isinstance(removed, Unknown):
                 raise BrokerUnavailableError(f"file {file} may be there still: {removed.reason}")
 
-    async def add_batch(self, record: BatchRecord) -> None:
-        """Make a batch known. Raises BrokerUnavailableError."""
-        await self._put(_batch_key(record.tenant, record.id), msgspec.json.encode(record), expected=0)
+    async def add_batch(self, record: BatchRecord) -> bool:
+        """Make a batch known; False if there is one of its id, perhaps this one, whose answer was lost.
+
+        Raises BrokerUnavailableError.
+        """
+        key = _batch_key(record.tenant, record.id)
+        return await self._put(key, msgspec.json.encode(record), expected=0) is not None
+
+    async def forget_batch(self, tenant: str, batch: str) -> None:
+        """Forget a batch that is over; fine if it is not there, or is not known to be forgotten."""
+        seen = await self.batch(tenant, batch)
+        if seen is not None and seen.record.is_over:
+            key = _batch_key(tenant, batch)
+            await self._bucket.remove(key, expected_revision=seen.revision, ttl_s=_MARKER_TTL_S)
 
     async def batch(self, tenant: str, batch: str) -> SeenBatch | None:
         """A batch of a tenant; None also for an id that cannot be. Raises BrokerUnavailableError."""

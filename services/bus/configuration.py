@@ -84,6 +84,10 @@ class ConfigView:
         self.tenants: frozenset[str] = frozenset({DEFAULT_TENANT})
         self.changed = asyncio.Event()
 
+    def has_tenant(self, tenant: str) -> bool:
+        """Whether it is `default`, or is configured, or may be: its value cannot be read."""
+        return tenant in self.tenants or key_of("tenants", tenant) in self.unreadable
+
     @contextlib.asynccontextmanager
     async def running(self, *, may_come_later: bool = False) -> AsyncIterator[None]:
         """Follow the bucket inside this context.

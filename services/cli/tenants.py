@@ -7,6 +7,7 @@ import click
 import msgspec
 from rich.text import Text
 
+from headrace.bus.batches import BatchRecords
 from headrace.bus.configuration import StoredEntry, read_config, read_entries
 from headrace.bus.occupancy import num_messages
 from headrace.bus.overview import list_models
@@ -24,6 +25,7 @@ from headrace.cli.tenant_keys import json_option, key, make_key, print_made
 from headrace.errors import HeadraceError
 from headrace.schemas.config import TenantConfig
 from headrace.schemas.config_text import key_of, parse_key
+from headrace.schemas.subjects import DEFAULT_TENANT
 from headrace.settings import Settings
 
 __all__ = ["tenant"]
@@ -121,13 +123,14 @@ def remove(settings: Settings, name: str) -> None:
     """Remove tenant NAME with its limits and keys; its keys are refused within a second.
 
     Requests that are queued or running go on to their end, as those of a tenant that is not configured. So do open
-    responses.
+    responses. Its batches send nothing more. Its files stay until they expire, and are those of the next tenant of this
+    name; so is its credential at a secured broker, until `headrace provision --secure` removes it.
     """
     check_tenant_name(name)
-    num_left = asyncio.run(_remove(settings, name))
+    told = asyncio.run(_remove(settings, name))
     click.echo(f"tenant {name} is removed")
-    if num_left:
-        click.echo(f"{num_left} of its requests are queued or running and go on; `headrace jobs cancel` ends one")
+    for line in told:
+        click.echo(line)
 
 
 async def _stored(settings: Settings) -> dict[str, StoredEntry]:
@@ -146,15 +149,27 @@ async def _add(settings: Settings, name: str, entry: TenantConfig) -> None:
         await write_tenant(bus, name, entry, known)
 
 
-async def _remove(settings: Settings, name: str) -> int:
-    """Returns how many of its requests have not ended, as far as they wait in a queue of its own."""
+async def _remove(settings: Settings, name: str) -> list[str]:
+    """Returns what is left of it: requests that have not ended, as far as they wait in a queue of its own, and more."""
+    told = []
     async with connected(settings) as bus:
         config, stored = await read_config(bus), await read_entries(bus)
         await write_tenant(bus, name, None, find_tenant(stored, name, may_be_bad=True))
         await warn_if_opened(bus, stored)
-        if config.queue_of(name) != name:
-            return 0
-        return sum([await num_messages(bus, model, name) for model in await list_models(bus)])
+        models = await list_models(bus) if config.queue_of(name) == name else []
+        if num_left := sum([await num_messages(bus, model, name) for model in models]):
+            told.append(f"{num_left} of its requests are queued or running and go on; `headrace jobs cancel` ends one")
+        open_batches = [batch for batch in await BatchRecords(bus).batches(name) if not batch.is_over]
+        if (num_open := len(open_batches)) and name != DEFAULT_TENANT:
+            told.append(f"{num_open} of its batches send nothing more, unless it is added again within their time")
+        if num_files := len(await BatchRecords(bus).files(name)):
+            told.append(f"{num_files} of its files stay until they expire; a new tenant of this name would have them")
+        if bus.settings.is_secured:
+            told.append(
+                f"its credential, if it has one, is good without limits now: `headrace provision --secure --remove "
+                f"tenant-{name}` takes it away"
+            )
+    return told
 
 
 def _listed(name: str, entry: TenantConfig) -> ListedTenant:

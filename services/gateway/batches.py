@@ -12,7 +12,7 @@ from starlette.routing import Route
 from headrace.batch import BatchKeeper, Files
 from headrace.bus.batches import BatchRecords, SeenBatch
 from headrace.bus.connection import Bus
-from headrace.errors import RequestError
+from headrace.errors import BrokerUnavailableError, RequestError
 from headrace.gateway.files import FileRoutes
 from headrace.gateway.limits import read_body
 from headrace.gateway.paging import page
@@ -39,6 +39,9 @@ _MAX_DEPTH: Final = 8
 _MAX_LISTED: Final = 100
 _LISTED: Final = 20
 _MAX_METADATA: Final = 16
+_MAX_ENDED: Final = 1_000
+"""Batches of a tenant that are over and still shown; beyond it the oldest are forgotten, whose files stay."""
+
 _check_key = string(min_chars=1, max_chars=64)
 _check_value = string(max_chars=512)
 _check_ttl = integer(MIN_TTL_S, MAX_OUTPUT_TTL_S)
@@ -91,14 +94,18 @@ class _Batches:
             metadata=body.get("metadata"),
             output_ttl_s=(body.get("output_expires_after") or {}).get("seconds"),
         )
-        if seen := await self._records.batch(tenant, record.id):
-            if (seen.record.input_file_id, seen.record.endpoint) != (record.input_file_id, record.endpoint):
-                raise RequestError(invalid("X-Headrace-Id", "was used for another batch"))
-            return _as_json(batch_object(seen.record))
-        await self._check_room(tenant)
-        await self._records.add_batch(record)
-        self._keeper.nudge()
-        return _as_json(batch_object(record))
+        seen = await self._records.batch(tenant, record.id)
+        if seen is None:
+            await self._make_room(tenant)
+            if await self._records.add_batch(record):
+                self._keeper.nudge()
+                return _as_json(batch_object(record))
+            seen = await self._records.batch(tenant, record.id)
+        if seen is None:
+            raise BrokerUnavailableError(f"batch {record.id} cannot be made now")
+        if (seen.record.input_file_id, seen.record.endpoint) != (record.input_file_id, record.endpoint):
+            raise RequestError(invalid("X-Headrace-Id", "was used for another batch"))
+        return _as_json(batch_object(seen.record))
 
     async def list(self, request: Request) -> Response:
         """The tenant's batches, newest first. Raises RequestError, BrokerError."""
@@ -134,11 +141,18 @@ class _Batches:
             )
         return seen
 
-    async def _check_room(self, tenant: Tenant) -> None:
-        limit = self._bus.settings.batch_limit
-        if sum(not record.is_over for record in await self._records.batches(tenant)) >= limit:
+    async def _make_room(self, tenant: Tenant) -> None:
+        """Refuse what would be one too many; what a tenant keeps is bounded, however many it makes and cancels."""
+        settings = self._bus.settings
+        records = await self._records.batches(tenant)
+        ended = [record for record in records if record.is_over]
+        if len(records) - len(ended) >= (limit := settings.batch_limit):
             message = f"There are {limit} batches under way, which is the limit; try again when one has ended."
             raise RequestError(Refusal(code="rate_limited", message=message, retry_after_s=60))
+        if len(await self._files.list(tenant)) > (limit := settings.file_limit):
+            raise RequestError(invalid("input_file_id", f"has no room for results beside {limit} files; delete some"))
+        for record in ended[:-_MAX_ENDED]:
+            await self._records.forget_batch(tenant, record.id)
 
 
 def _check(body: dict[str, Any]) -> Refusal | None:

@@ -36,7 +36,8 @@ async def run_gateway(bus: Bus, *, stop: asyncio.Event) -> None:
     with listening(settings.http_host, settings.http_port) as bound:
         if not await unless_stopped(ensure_provisioned(bus), stop):
             return
-        view, keeper = ConfigView(bus), BatchKeeper(bus)
+        view = ConfigView(bus)
+        keeper = BatchKeeper(bus, is_served=view.has_tenant)
         metadata = {"prefix": bus.names.prefix, "url": url_of(bound)}
         answers = answering(bus, SERVICE_NAME, [], description="OpenAI's API", metadata=metadata)
         async with view.running(may_come_later=True), keeper.running(), answers:

@@ -63,7 +63,7 @@ async def read_parts(pieces: AsyncIterator[bytes], boundary: bytes) -> AsyncIter
                 raise _malformed()
             await _more(pieces, buffer)
         num_parts += 1
-        if num_parts > _MAX_PARTS:
+        if num_parts > _MAX_PARTS or end > _MAX_HEAD_BYTES:
             raise _malformed()
         yield _part(bytes(buffer[:end]))
         del buffer[: end + len(_END_OF_HEAD)]

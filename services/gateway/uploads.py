@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Final
 
@@ -28,11 +29,14 @@ _DEFAULT_NAME: Final = "batch.jsonl"
 
 
 class Uploads:
-    """Takes files in, a few at once in one process; each costs a chunk and a line of memory."""
+    """Takes files in, a few at once in one process; each costs a chunk and a line of memory.
+
+    One of each tenant is taken in any case, so that nobody's slow uploads keep another's out.
+    """
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._num_open = 0
+        self._open: Counter[Tenant] = Counter()
 
     async def take(self, request: Request, tenant: Tenant) -> FileRecord:
         """The file of a form, stored and known. Raises RequestError for what is wrong with it, BrokerError.
@@ -40,10 +44,10 @@ class Uploads:
         Nothing is left of a file that is refused, or whose client leaves.
         """
         boundary = boundary_of(request.headers.get("content-type", ""))
-        if self._num_open >= _MAX_UPLOADS:
+        if self._open[tenant] and self._open.total() >= _MAX_UPLOADS:
             message = f"This gateway takes {_MAX_UPLOADS} files at once, which is its limit; try again later."
             raise RequestError(Refusal(code="rate_limited", message=message, retry_after_s=2))
-        self._num_open += 1
+        self._open[tenant] += 1
         pieces = _pieces(request)
         try:
             return await self._take(pieces, boundary, tenant)
@@ -51,7 +55,8 @@ class Uploads:
             await _discard(pieces)
             raise
         finally:
-            self._num_open -= 1
+            self._open[tenant] -= 1
+            self._open += Counter()  # keeps none of tenants without any
 
     async def _take(self, pieces: AsyncIterator[bytes], boundary: bytes, tenant: Tenant) -> FileRecord:
         form = _Form()

@@ -137,3 +137,33 @@ async def test_a_window_shrinks_once_for_many_refusals_and_grows_again() -> None
     for _ in range(100):
         window.answered()
     assert window.limit == 10.0
+
+
+async def test_a_window_holds_so_many_bytes_and_one_line_of_any_size() -> None:
+    window = Window(10)
+    await asyncio.wait_for(window.enter(100_000_000), 1)
+    second = asyncio.create_task(window.enter(10))
+    await asyncio.sleep(0)
+    assert not second.done()
+    window.leave(100_000_000)
+    await asyncio.wait_for(second, 1)
+    await asyncio.wait_for(window.enter(1_000_000), 1)
+
+
+async def test_no_more_refused_lines_ask_again_at_once_than_the_window_has_room_for() -> None:
+    window = Window(4)
+    for _ in range(4):
+        await window.enter()
+    window.limit = 2.0
+    lines = [asyncio.create_task(window.again(0.0)) for _ in range(4)]
+    asking = await asyncio.wait_for(_first_done(lines), 1)
+    assert len(asking) == max(1, int(window.limit))
+    window.leave()
+    await asyncio.wait_for(_first_done([each for each in lines if each not in asking]), 1)
+
+
+async def _first_done(tasks: list[asyncio.Task[None]]) -> list[asyncio.Task[None]]:
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    return [task for task in tasks if task.done()]
