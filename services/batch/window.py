@@ -33,9 +33,7 @@ class Window:
     async def enter(self, num_bytes: int = 0) -> None:
         """Wait until one more line, with a body of that size, may be sent."""
         await self._until(
-            lambda: (
-                self._num_open < self._room and (not self._num_open or self._num_bytes + num_bytes <= _MAX_BYTES)
-            )
+            lambda: self._num_open < self._room and (not self._num_open or self._num_bytes + num_bytes <= _MAX_BYTES)
         )
         self._num_open += 1
         self._num_bytes += num_bytes
