@@ -18,7 +18,8 @@ class Window:
     """At most `size` lines at once; fewer for a while where they find no room, so that a batch fills no queue.
 
     What finds none makes it smaller, twice a second at most; as many answers as it has lines make it one larger. Lines
-    that are refused stay in it, but no more of them ask again at once than it has room for by then.
+    that are refused stay in it, but no more of them ask again at once than it has room for by then, and none before the
+    last refusal has had its time, unless an answer shows that there is room.
     """
 
     def __init__(self, size: int) -> None:
@@ -26,6 +27,7 @@ class Window:
         self._num_open = 0
         self._num_bytes = 0
         self._num_refused = 0
+        self._held_until = -math.inf
         self._freed = asyncio.Event()
         self._shrunk_at = -math.inf
         self.limit = float(size)
@@ -48,10 +50,13 @@ class Window:
         """A line that was refused waits so long, and then until it is among the lines that may ask."""
         self.refused()
         self._num_refused += 1
-        self._freed.set()
+        held_until = self._held_until = time.monotonic() + after_s
         try:
             await asyncio.sleep(after_s)
-            await self._until(lambda: self._num_open - self._num_refused < self._room)
+            if self._held_until == held_until:
+                self._held_until = -math.inf
+            self._freed.set()
+            await self._until(lambda: self._may_ask)
         finally:
             self._num_refused -= 1
 
@@ -65,11 +70,16 @@ class Window:
     def answered(self) -> None:
         """A line has its answer."""
         self.limit = min(float(self._size), self.limit + 1 / self.limit)
+        self._held_until = -math.inf
         self._freed.set()
 
     @property
     def _room(self) -> int:
         return max(1, int(self.limit))
+
+    @property
+    def _may_ask(self) -> bool:
+        return self._num_open - self._num_refused < self._room and time.monotonic() >= self._held_until
 
     async def _until(self, is_free: Callable[[], bool]) -> None:
         while not is_free():

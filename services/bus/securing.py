@@ -141,7 +141,8 @@ class SecureDirectory:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         try:
-            self._credentials.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for directory in (self.path, self._credentials):
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             with (self.path / ".lock").open("a", encoding="ascii") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 yield

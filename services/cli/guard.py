@@ -8,6 +8,7 @@ import msgspec
 from headrace.bus.members import MONITOR, NOTICES, OPERATOR, Member
 from headrace.bus.securing import SecureDirectory
 from headrace.cli.secure import SECURE_DIR, reload_embedded
+from headrace.errors import ConfigError
 from headrace.schemas.subjects import Names
 from headrace.settings import Settings
 
@@ -23,6 +24,7 @@ class Guard:
     """
 
     def __init__(self, settings: Settings, *, model: str, num_workers: int) -> None:
+        self._make_state_dir(Path(settings.state_dir))
         self.directory = SecureDirectory(Path(settings.state_dir) / SECURE_DIR)
         self._worker_id = settings.worker_id or _WORKER_ID
         self._model = model
@@ -30,6 +32,13 @@ class Guard:
         self.directory.enrol(self._names, [self._worker(number) for number in range(1, num_workers + 1)])
         file = str(self.directory.file_of(OPERATOR))
         self.operator_settings = msgspec.structs.replace(settings, nats_credentials=file)
+
+    @staticmethod
+    def _make_state_dir(path: Path) -> None:
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)  # parents of what is made below are open to all
+        except OSError as error:
+            raise ConfigError(f"the state directory {path} cannot be used: {error.strerror}") from None
 
     def worker(self, number: int) -> Member:
         """A worker of the model, known to the broker from now on."""

@@ -167,3 +167,18 @@ async def _first_done(tasks: list[asyncio.Task[None]]) -> list[asyncio.Task[None
     for _ in range(10):
         await asyncio.sleep(0)
     return [task for task in tasks if task.done()]
+
+
+async def test_after_a_refusal_nobody_asks_again_before_its_time_unless_there_was_an_answer() -> None:
+    window = Window(4)
+    for _ in range(3):
+        await window.enter()
+    early = asyncio.create_task(window.again(0.0))
+    await asyncio.sleep(0)
+    late = asyncio.create_task(window.again(30.0))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not early.done()
+    window.answered()
+    await asyncio.wait_for(early, 1)
+    late.cancel()
