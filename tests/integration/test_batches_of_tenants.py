@@ -9,6 +9,7 @@ import aiohttp
 import openai
 import pytest
 import pytest_asyncio
+import yarl
 from openai import AsyncOpenAI
 from openai.types import Batch
 
@@ -75,7 +76,7 @@ async def test_batches_and_files_of_others_are_not_found(gateway: Gateway, comma
 async def test_an_id_that_cannot_be_is_not_found(gateway: Gateway, odd: str) -> None:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session:
         for path in ("files/{}", "files/{}/content", "batches/{}"):
-            url = aiohttp.client.URL(f"{gateway.url}/v1/{path.format(odd)}", encoded=True)
+            url = yarl.URL(f"{gateway.url}/v1/{path.format(odd)}", encoded=True)
             async with session.get(url) as response:
                 assert response.status == 404
 
