@@ -180,7 +180,7 @@ async def test_other_purposes_and_batches_that_cannot_be_are_refused(client: Asy
 
 async def test_a_cancelled_batch_keeps_what_it_has(running: Deployment, client: AsyncOpenAI) -> None:
     engine = sim(tokens_per_second=20.0)
-    await running.worker(engine, max_concurrency=2)
+    await running.worker(engine, max_concurrency=32)  # room for all: lines may come to it in any order
     lines = [line("quick"), *(line(f"long {number}", max_tokens=400) for number in range(20))]
     batch = await started(client, *lines)
 
@@ -219,7 +219,7 @@ async def test_the_same_id_is_the_same_batch(running: Deployment, client: AsyncO
 
 
 async def test_a_batch_whose_time_is_up_keeps_what_it_has(running: Deployment, client: AsyncOpenAI) -> None:
-    await running.worker(sim(tokens_per_second=20.0), max_concurrency=2)
+    await running.worker(sim(tokens_per_second=20.0), max_concurrency=32)
     lines = [line("quick"), *(line(f"long {number}", max_tokens=1000) for number in range(10))]
     file = await client.files.create(file=("in.jsonl", jsonl(*lines)), purpose="batch")
     now = int(running.bus.clock.now())
