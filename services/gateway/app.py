@@ -72,7 +72,7 @@ def routes_of(bus: Bus, view: ConfigView, open_requests: OpenRequests, keeper: B
         route("/v1/models/{model:path}", GET=models.show),
         route("/v1/jobs/{job}", GET=jobs.show, DELETE=jobs.cancel),
         route("/v1/jobs/{job}/stream", GET=jobs.stream),
-        *batch_routes(bus, keeper),
+        *batch_routes(bus, keeper, open_requests),
         route("/openapi.json", GET=OpenApi().show),
         route("/healthz", GET=health.live),
         route("/readyz", GET=health.ready),

@@ -18,6 +18,7 @@ from headrace.gateway.limits import read_body
 from headrace.gateway.paging import page
 from headrace.gateway.routing import route
 from headrace.gateway.tenants import tenant_of
+from headrace.gateway.watching import OpenRequests
 from headrace.schemas.batch_lines import OPERATION_OF_URL
 from headrace.schemas.batches import (
     COMPLETION_WINDOWS_S,
@@ -47,9 +48,9 @@ _check_value = string(max_chars=512)
 _check_ttl = integer(MIN_TTL_S, MAX_OUTPUT_TTL_S)
 
 
-def batch_routes(bus: Bus, keeper: BatchKeeper) -> list[Route]:
+def batch_routes(bus: Bus, keeper: BatchKeeper, open_requests: OpenRequests) -> list[Route]:
     """The URLs of files and batches."""
-    files, batches = FileRoutes(bus), _Batches(bus, keeper)
+    files, batches = FileRoutes(bus, open_requests), _Batches(bus, keeper)
     return [
         route("/v1/files", GET=files.list, POST=files.create),
         route("/v1/files/{file}", GET=files.show, DELETE=files.remove),

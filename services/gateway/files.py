@@ -12,6 +12,7 @@ from headrace.errors import ObjectGoneError, RequestError
 from headrace.gateway.paging import page
 from headrace.gateway.tenants import tenant_of
 from headrace.gateway.uploads import Uploads
+from headrace.gateway.watching import OpenRequests
 from headrace.schemas.batches import FileRecord, file_object
 from headrace.schemas.json_checks import invalid
 from headrace.schemas.refusals import Refusal
@@ -24,13 +25,15 @@ _MAX_LISTED = 10_000
 class FileRoutes:
     """Answers requests about files of the caller's tenant; those of others it does not find."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, open_requests: OpenRequests) -> None:
+        self._open = open_requests
         self._files = Files(bus)
         self._uploads = Uploads(self._files)
 
     async def create(self, request: Request) -> Response:
         """Take a file in; each of its lines is checked as it comes. Raises RequestError, BrokerError."""
-        return _as_json(file_object(await self._uploads.take(request, tenant_of(request))))
+        taken = await self._open.unless_over(self._uploads.take(request, tenant_of(request)))
+        return _as_json(file_object(taken))
 
     async def list(self, request: Request) -> Response:
         """The tenant's files, newest first unless `order` is `asc`. Raises RequestError, BrokerError."""

@@ -62,6 +62,26 @@ class OpenRequests:
             if not gone.done():
                 gone.set_result(Gone.PROCESS)
 
+    async def unless_over(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Do work that reads the request's body; where the process must stop first, cancel it.
+
+        Raises RequestError (`shutting_down`) then, else what the work raises.
+        """
+        over: asyncio.Future[Gone] = asyncio.get_running_loop().create_future()
+        if self._is_over:
+            over.set_result(Gone.PROCESS)
+        self._waiting.add(over)
+        working = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait((working, over), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise RequestError(SHUTTING_DOWN)
+        finally:
+            self._waiting.discard(over)
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+
     async def unless_gone(self, work: Coroutine[Any, Any, _T], receive: Receive) -> _T | Gone:
         """Do the work; where the client leaves or the process must stop first, cancel it and say which.
 

@@ -235,3 +235,30 @@ async def test_with_too_many_files_no_batch_is_begun(broker_url: str, prefix: st
             await ended(client, await client.batches.create(input_file_id=file, endpoint=URL, completion_window="24h"))
             with pytest.raises(openai.BadRequestError, match="no room for results"):
                 await client.batches.create(input_file_id=file, endpoint=URL, completion_window="24h")
+
+
+async def test_an_upload_that_a_stopping_gateway_cannot_wait_for_is_told_so(broker_url: str, prefix: str) -> None:
+    async with deployment(broker_url, prefix, grace_s=0.2) as running:
+        gateway, is_sending = await running.gateway(), asyncio.Event()
+
+        async def body() -> AsyncIterator[bytes]:
+            yield b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+            is_sending.set()
+            await asyncio.Event().wait()
+
+        async def send(session: aiohttp.ClientSession) -> tuple[int, str]:
+            headers = {"Content-Type": "multipart/form-data; boundary=b"}
+            async with session.post(f"{gateway.url}/v1/files", data=body(), headers=headers) as response:
+                return response.status, (await response.json())["error"]["code"]
+
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session:
+            sending = asyncio.create_task(send(session))
+            await is_sending.wait()
+            await until(lambda: _is_met(gateway))
+            await gateway.stop()
+            assert await sending == (503, "shutting_down")
+
+
+async def _is_met(gateway: Gateway) -> bool:
+    """Another request is answered behind the one that was sent before it."""
+    return (await ask(gateway, "/v1/files"))[0] == 200
