@@ -66,6 +66,8 @@ _PING_INTERVAL_S: Final = 5
 _CLOCK_EVERY_S: Final = 60.0
 _MAX_DENIALS: Final = 32
 _DENIAL: Final = "permissions violation"
+_REFUSAL: Final = "authorization violation"
+_RESET: Final = "reset by peer"
 _MAX_PENDING_MESSAGES: Final = 65_536
 _MAX_PENDING_BYTES: Final = 32 * 1024 * 1024
 
@@ -359,14 +361,16 @@ async def connect(
     bus_holder: list[Bus] = []
 
     async def on_error(error: Exception) -> None:
-        problems[:] = [str(error) or type(error).__name__]
+        words = str(error) or type(error).__name__
+        if bus_holder or not _is_refusal(problems):  # after which the next try may only find the connection reset
+            problems[:] = [words]
         # One comes with each message dropped, and with each try while the broker is away, which is said once.
         is_repeated = isinstance(error, SlowConsumerError) or not nc.is_connected
         for bus in bus_holder:
-            if _DENIAL in problems[0].lower():
-                bus.denials.append(problems[0].lower())
+            if _DENIAL in words.lower():
+                bus.denials.append(words.lower())
         level = logging.WARNING if bus_holder and not is_repeated else logging.DEBUG
-        log.log(level, "broker connection: %s", problems[0])
+        log.log(level, "broker connection: %s", words)
 
     async def on_closed() -> None:
         for bus in bus_holder:
@@ -404,6 +408,8 @@ async def connect(
             )
     except (TimeoutError, NatsError, OSError, ValueError) as error:
         reason = problems[0] if problems else str(error) or type(error).__name__
+        if isinstance(error, ConnectionResetError) or _RESET in reason:
+            reason += " (which a broker does too that refuses a credential)"
         with contextlib.suppress(NatsError, OSError, AssertionError):  # it asserts that it has a server to close
             await nc.close()
         raise BrokerUnavailableError(
@@ -418,6 +424,10 @@ async def connect(
     bus_holder.append(bus)
     async with bus:
         yield bus
+
+
+def _is_refusal(problems: list[str]) -> bool:
+    return bool(problems) and _REFUSAL in problems[0].lower()
 
 
 def _without_secrets(url: str) -> str:
