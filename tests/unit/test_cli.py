@@ -19,6 +19,7 @@ from headrace.cli.answer import Answer, follow
 from headrace.cli.app import command
 from headrace.cli.jobs import shorten
 from headrace.cli.options import group_options, parse_assignments, with_settings
+from headrace.cli.screen import Screen
 from headrace.cli.stack import Plan
 from headrace.client import Accepted, Delta, Done, Started, StreamEvent
 from headrace.errors import BrokerUnavailableError, ConfigError, HeadraceError
@@ -95,6 +96,9 @@ def test_version() -> None:
     [
         ("nonsense",),
         ("ask",),
+        ("ask", "hi", "--tenant", "UPPER"),
+        ("ask", "hi", "--pool", "No!"),
+        ("ask", "hi", "--job-id", "bad id"),
         ("status", "--nonsense"),
         ("status", "--prefix", "no spaces"),
         ("jobs", "show", "bad id"),
@@ -376,3 +380,14 @@ def test_an_empty_deployment_says_so() -> None:
             render.console().print(part)
     assert "No worker lives" in out.getvalue()
     assert "No model is known" in out.getvalue()
+
+
+@pytest.mark.parametrize(("text", "shown"), [("half an", "half an\n"), ("a line\n", "a line\n"), ("", "")])
+async def test_an_answer_that_fails_ends_its_line(text: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(None, None, is_quiet=False)  # type: ignore[arg-type]  # asked only on a terminal
+    with pytest.raises(HeadraceError):
+        async with screen.waiting():
+            if text:
+                screen.text(text)
+            raise HeadraceError("the job was cancelled")
+    assert capsys.readouterr().out == shown
