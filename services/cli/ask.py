@@ -16,7 +16,7 @@ from headrace.cli.answer import Answer, follow
 from headrace.cli.options import with_settings
 from headrace.cli.screen import Screen
 from headrace.client import JobStream, connect
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import BrokerUnavailableError, ConfigError, HeadraceError
 from headrace.lifecycle import stop_event, wait_first
 from headrace.logs import configure_logging
 from headrace.schemas.chunks import Usage
@@ -128,7 +128,10 @@ async def only_model(bus: Bus) -> str:
 
     Raises HeadraceError where there is none, ConfigError where there are many.
     """
-    models = await list_models(bus)
+    try:
+        models = await list_models(bus)
+    except BrokerUnavailableError as error:
+        raise BrokerUnavailableError(f"{error}; without --model it must find the only one there is") from None
     if not models:
         raise HeadraceError("no model is known yet: start a worker, with `headrace up` or `headrace serve worker`")
     if len(models) > 1:

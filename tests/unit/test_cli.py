@@ -385,9 +385,13 @@ def test_an_empty_deployment_says_so() -> None:
 @pytest.mark.parametrize(("text", "shown"), [("half an", "half an\n"), ("a line\n", "a line\n"), ("", "")])
 async def test_an_answer_that_fails_ends_its_line(text: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen(None, None, is_quiet=False)  # type: ignore[arg-type]  # asked only on a terminal
-    with pytest.raises(HeadraceError):
+
+    async def answer() -> None:
         async with screen.waiting():
             if text:
                 screen.text(text)
             raise HeadraceError("the job was cancelled")
+
+    with pytest.raises(HeadraceError):
+        await answer()
     assert capsys.readouterr().out == shown
