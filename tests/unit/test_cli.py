@@ -12,7 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-import headrace
+import headrace.cli
 from headrace.bus.timeline import TimedEvent
 from headrace.cli import render, status
 from headrace.cli.answer import Answer, follow
@@ -89,6 +89,16 @@ def test_version() -> None:
 
 
 # exit codes
+
+
+def test_an_interrupt_while_it_is_loaded_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headrace.cli.app.main", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        headrace.cli.main()
+    assert ended.value.code == 130
 
 
 @pytest.mark.parametrize(
