@@ -131,7 +131,7 @@ def resolve_max_tokens(
     wanted = "at least 1" if request.max_tokens is None else str(request.max_tokens)
     return Refusal(
         code="context_length_exceeded",
-        message=f"The model's maximum context length is {max_model_len} tokens, but the {prompt} has "
+        message=f"The model's maximum context length is {max_model_len} tokens, but the prompt has "
         f"{num_prompt_tokens} and {wanted} new were asked for. Shorten the {prompt} or lower max_tokens.",
         param=prompt if room < 1 else "max_tokens",
     )

@@ -3,10 +3,11 @@
 What is unknown or out of range stops the start.
 """
 
+import difflib
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -20,6 +21,9 @@ __all__ = ["ENV_PREFIX", "Settings", "default_state_dir", "describe", "load"]
 ENV_PREFIX: Final = "HEADRACE_"
 _CONFIG_VARIABLE: Final = "HEADRACE_CONFIG"
 _ORIGIN: Final = re.compile(r"https?://(?:[a-z0-9.-]+|\[[0-9a-f:]+\])(?::[0-9]{1,5})?")
+_NEAR: Final = 0.75
+"""How alike two names must be for the one to be taken for a slip of the other."""
+
 _URL_SCHEMES: Final = ("nats://", "tls://", "ws://", "wss://")
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
@@ -167,9 +171,16 @@ def describe() -> list[tuple[str, str, str]]:
 def _key_of(variable: str) -> str:
     key = variable.removeprefix(ENV_PREFIX).lower()
     if key not in Settings.__struct_fields__:
-        known = ", ".join(ENV_PREFIX + name.upper() for name in Settings.__struct_fields__)
-        raise ConfigError(f"unknown variable {variable}; known: {known}")
+        known = [ENV_PREFIX + name.upper() for name in Settings.__struct_fields__]
+        raise ConfigError(f"unknown variable {variable}; {_hint(variable, known)}")
     return key
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    """The known name that an unknown one is close to, else all of them."""
+    names = {each.removeprefix(ENV_PREFIX).lower(): each for each in known}  # what all share says nothing
+    near = difflib.get_close_matches(name.removeprefix(ENV_PREFIX).lower(), names, n=1, cutoff=_NEAR)
+    return f"did you mean {names[near[0]]}?" if near else f"known: {', '.join(names.values())}"
 
 
 def _parse(variable: str, text: str) -> Any:
@@ -188,7 +199,7 @@ def _from_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from None
     for key in values:
         if key not in Settings.__struct_fields__:
-            raise ConfigError(f"{path}: unknown key {key!r}; known: {', '.join(Settings.__struct_fields__)}")
+            raise ConfigError(f"{path}: unknown key {key!r}; {_hint(key, Settings.__struct_fields__)}")
     return values
 
 
@@ -196,7 +207,7 @@ def _convert(values: dict[str, Any]) -> Settings:
     converted: dict[str, Any] = {}
     for key, value in values.items():
         if key not in Settings.__struct_fields__:
-            raise ConfigError(f"unknown key {key!r}; known: {', '.join(Settings.__struct_fields__)}")
+            raise ConfigError(f"unknown key {key!r}; {_hint(key, Settings.__struct_fields__)}")
         try:
             converted[key] = msgspec.convert(value, _type_of(key))
         except msgspec.ValidationError:

@@ -24,6 +24,7 @@ __all__ = ["ACME", "RIVAL", "Bare", "SecuredBroker", "bare", "secured_broker", "
 ACME = Member(role="tenant", tenant="acme")
 RIVAL = Member(role="tenant", tenant="rival")
 _ANSWER_S = 0.5
+_LOOKS = 50
 
 
 def worker(name: str, model: str, *pools: str) -> Member:
@@ -97,14 +98,14 @@ class Bare:
         await self.client.publish(subject, data, **arguments)
         await self.client.flush()
         await asyncio.sleep(0)  # the words come before the answer to the flush; their callback runs after it
-        return any(subject.lower() in words for words in await self._words(before))
+        return await self._is_said(subject, before)
 
     async def is_deaf(self, subject: str) -> bool:
         """Whether the broker refuses a subscription."""
         before = len(self.refused)
         await self.client.subscribe(subject)
         await self.client.flush()
-        return any(subject.lower() in words for words in await self._words(before))
+        return await self._is_said(subject, before)
 
     async def answer(self, subject: str, data: bytes = b"") -> Msg | None:
         """What comes back to a request; None for nothing."""
@@ -113,12 +114,13 @@ class Bare:
         except (NatsError, TimeoutError):
             return None
 
-    async def _words(self, before: int) -> list[str]:
-        for _ in range(10):
-            if len(self.refused) > before:
-                break
+    async def _is_said(self, subject: str, before: int) -> bool:
+        """Whether the broker's words about a subject come; those about others before it may come late."""
+        for _ in range(_LOOKS):
+            if any(subject.lower() in words for words in self.refused[before:]):
+                return True
             await asyncio.sleep(0.01)
-        return self.refused[before:]
+        return False
 
 
 @contextlib.asynccontextmanager

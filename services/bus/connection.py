@@ -65,7 +65,9 @@ _RECONNECT_WAIT_S: Final = 0.2
 _PING_INTERVAL_S: Final = 5
 _CLOCK_EVERY_S: Final = 60.0
 _MAX_DENIALS: Final = 32
+_UNAUTHORIZED: Final = "authorization violation"
 _DENIAL: Final = "permissions violation"
+_DROPPED: Final = ("reset by peer", "broken pipe", "unexpected eof")
 _MAX_PENDING_MESSAGES: Final = 65_536
 _MAX_PENDING_BYTES: Final = 32 * 1024 * 1024
 
@@ -239,11 +241,20 @@ class Bus:
         except NoRespondersError:
             raise NotProvisionedError(f"nobody answers on {subject}") from None
         except (NatsTimeoutError, TimeoutError):
-            if any(f'"{subject.lower()}"' in words for words in self.denials):
+            if self.is_denied(subject):
                 raise BrokerUnavailableError(f"the broker does not permit {subject} to this credential") from None
+            if any(f'"{self.inbox_prefix.lower()}.' in words for words in self.denials):
+                raise BrokerUnavailableError(
+                    f"the broker does not permit inboxes below {self.inbox_prefix} to this credential: "
+                    "it is another part's, worker's or tenant's"
+                ) from None
             raise BrokerUnavailableError(f"no answer on {subject} within {timeout_s:g} s") from None
         except (NatsError, OSError) as error:
             raise BrokerUnavailableError(f"{subject}: {error or type(error).__name__}") from None
+
+    def is_denied(self, subject: str) -> bool:
+        """Whether the broker said of late that this credential may not use the subject."""
+        return any(f'"{subject.lower()}"' in words for words in self.denials)
 
     @property
     def max_data_bytes(self) -> int:
@@ -359,14 +370,16 @@ async def connect(
     bus_holder: list[Bus] = []
 
     async def on_error(error: Exception) -> None:
-        problems[:] = [str(error) or type(error).__name__]
+        words = str(error) or type(error).__name__
+        if bus_holder or not _is_refusal(problems):  # after which the next try may only find the connection reset
+            problems[:] = [words]
         # One comes with each message dropped, and with each try while the broker is away, which is said once.
         is_repeated = isinstance(error, SlowConsumerError) or not nc.is_connected
         for bus in bus_holder:
-            if _DENIAL in problems[0].lower():
-                bus.denials.append(problems[0].lower())
+            if _DENIAL in words.lower():
+                bus.denials.append(words.lower())
         level = logging.WARNING if bus_holder and not is_repeated else logging.DEBUG
-        log.log(level, "broker connection: %s", problems[0])
+        log.log(level, "broker connection: %s", words)
 
     async def on_closed() -> None:
         for bus in bus_holder:
@@ -404,12 +417,12 @@ async def connect(
             )
     except (TimeoutError, NatsError, OSError, ValueError) as error:
         reason = problems[0] if problems else str(error) or type(error).__name__
+        is_dropped = any(words in reason.lower() for words in _DROPPED)
+        if is_dropped and nc._server_info.get("auth_required"):  # its words are lost where it had not read all of ours
+            reason = f"{_UNAUTHORIZED}, as it seems: {reason}"
         with contextlib.suppress(NatsError, OSError, AssertionError):  # it asserts that it has a server to close
             await nc.close()
-        raise BrokerUnavailableError(
-            f"no NATS server answers at {_without_secrets(url)}: {reason}. "
-            "Start one with `headrace up`, or set HEADRACE_NATS_URL"
-        ) from None
+        raise BrokerUnavailableError(_why_not(url, settings, reason)) from None
     except asyncio.CancelledError:
         with contextlib.suppress(NatsError, OSError, AssertionError):
             await nc.close()
@@ -418,6 +431,23 @@ async def connect(
     bus_holder.append(bus)
     async with bus:
         yield bus
+
+
+def _is_refusal(problems: list[str]) -> bool:
+    return bool(problems) and _UNAUTHORIZED in problems[0].lower()
+
+
+def _why_not(url: str, settings: Settings, reason: str) -> str:
+    """Why there is no connection, and what to do about it."""
+    shown = _without_secrets(url)
+    if _UNAUTHORIZED not in reason.lower():
+        return f"no NATS server answers at {shown}: {reason}. Start one with `headrace up`, or set HEADRACE_NATS_URL"
+    if settings.nats_credentials is not None:
+        return f"the NATS server at {shown} does not know the credential {settings.nats_credentials} ({reason})"
+    return (
+        f"the NATS server at {shown} lets nobody in without a credential: name its file with "
+        "HEADRACE_NATS_CREDENTIALS, or a user and password in the URL"
+    )
 
 
 def _without_secrets(url: str) -> str:

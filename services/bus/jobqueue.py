@@ -350,6 +350,11 @@ class JobQueue:
         body = _NAK if delay_s <= 0 else b'-NAK {"delay": %d}' % int(delay_s * _NANOSECONDS)
         await self._bus.publish(delivery.ack_subject, body)
 
+    async def hand_on(self, delivery: Delivery) -> None:
+        """Hand back what came where there is no room for it, and wake whoever has."""
+        await self.nak(delivery)
+        await self.wake(delivery.queue, delivery.headers)
+
     async def in_progress(self, delivery: Delivery) -> None:
         """Renew: start its ack wait again."""
         await self._bus.publish(delivery.ack_subject, _IN_PROGRESS)

@@ -50,6 +50,7 @@ class SteadyClient(Client):
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
         await self._end_reconnecting()
+        await self._send_the_rest()
         task = asyncio.current_task()
         num_cancels = task.cancelling() if task is not None else 0
         try:
@@ -61,6 +62,16 @@ class SteadyClient(Client):
             for told in (self._disconnected_cb, self._closed_cb):
                 if do_cbs and told is not None:
                     await told()
+
+    async def _send_the_rest(self) -> None:
+        # nats-py would end its closing over a connection that broke here, with the socket open and tasks running.
+        if self._transport is None or self.is_closed:
+            return
+        pending, self._pending, self._pending_data_size = self._pending, [], 0
+        with contextlib.suppress(OSError, RuntimeError):  # asyncio raises the latter where the transport is closed
+            if pending:
+                self._transport.writelines(pending)
+                await self._transport.drain()  # type: ignore[no-untyped-call]
 
     async def _end_reconnecting(self) -> None:
         # One cancellation may not be enough (see `honouring_cancel`), and nats-py would go on to connect for ever.

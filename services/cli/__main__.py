@@ -1,6 +1,6 @@
 """`python -m headrace.cli` is `headrace`."""
 
-from headrace.cli.app import main
+from headrace.cli import main
 
 if __name__ == "__main__":
     main()

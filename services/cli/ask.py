@@ -16,11 +16,11 @@ from headrace.cli.answer import Answer, follow
 from headrace.cli.options import with_settings
 from headrace.cli.screen import Screen
 from headrace.client import JobStream, connect
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import BrokerUnavailableError, ConfigError, HeadraceError
 from headrace.lifecycle import stop_event, wait_first
 from headrace.logs import configure_logging
 from headrace.schemas.chunks import Usage
-from headrace.schemas.subjects import LANES
+from headrace.schemas.subjects import LANES, is_job_id, is_name
 from headrace.settings import Settings
 
 __all__ = ["ask"]
@@ -87,6 +87,11 @@ def ask(
     headrace ask --json --temperature 0 "Name three rivers." | jq -r .text
     git diff | headrace ask --system "Write a commit message." -
     """  # noqa: D301  # click reads the backspaces
+    for option, value in (("--tenant", tenant), ("--pool", pool)):
+        if value is not None and not is_name(value):
+            raise ConfigError(f"{option} is {value[:60]!r}; allowed: 1 to 40 of a-z 0-9 -")
+    if job_id is not None and not is_job_id(job_id):
+        raise ConfigError(f"--job-id is {job_id[:80]!r}; allowed: 1 to 64 of A-Z a-z 0-9 _ -")
     question = sys.stdin.read() if text == "-" else text
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": question})
@@ -123,7 +128,10 @@ async def only_model(bus: Bus) -> str:
 
     Raises HeadraceError where there is none, ConfigError where there are many.
     """
-    models = await list_models(bus)
+    try:
+        models = await list_models(bus)
+    except BrokerUnavailableError as error:
+        raise BrokerUnavailableError(f"{error}; without --model it must find the only one there is") from None
     if not models:
         raise HeadraceError("no model is known yet: start a worker, with `headrace up` or `headrace serve worker`")
     if len(models) > 1:

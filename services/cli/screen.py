@@ -37,17 +37,21 @@ class Screen:
 
     @contextlib.asynccontextmanager
     async def waiting(self) -> AsyncIterator[None]:
-        """Show the place in the queue while there is one, inside the block."""
-        if not self._has_terminal:
-            yield
-            return
-        async with asyncio.TaskGroup() as group:
-            asking = group.create_task(self._show_position(), name="position")
-            try:
+        """Show the place in the queue while there is one, inside the block. What fails there is told on a new line."""
+        try:
+            if not self._has_terminal:
                 yield
-            finally:
-                asking.cancel()
-                self._stop_status()
+                return
+            async with asyncio.TaskGroup() as group:
+                asking = group.create_task(self._show_position(), name="position")
+                try:
+                    yield
+                finally:
+                    asking.cancel()
+                    self._stop_status()
+        except Exception:
+            self._end_line()
+            raise
 
     def text(self, text: str) -> None:
         """The next piece of the answer."""
@@ -71,10 +75,14 @@ class Screen:
 
     def end(self, answer: Answer) -> None:
         """Nothing more comes."""
-        if not self._is_quiet and not self._ends_with_newline:
-            click.echo("")
+        self._end_line()
         if self._has_terminal and answer.done is not None:
             self._err.print(answer.summary(), style="dim", markup=False, soft_wrap=True)
+
+    def _end_line(self) -> None:
+        if not self._is_quiet and not self._ends_with_newline:
+            click.echo("")
+            self._ends_with_newline = True
 
     async def _show_position(self) -> None:
         while True:

@@ -101,7 +101,7 @@ def worker(
     \b
     headrace serve worker --engine llama
     headrace serve worker --engine openai --engine-url http://localhost:8000 --model NAME --max-concurrency 32
-    headrace serve worker --engine openai --engine-url http://localhost:8000 --model NAME \
+    headrace serve worker --engine openai --engine-url http://localhost:8000 --model NAME \\
         --kv-layout 32,8,128,2 --memory-device gpu --memory-reserve 4GiB
     headrace serve worker --engine sim --model test -o tokens_per_second=100
     """  # noqa: D301  # click reads the backspaces

@@ -147,6 +147,12 @@ async def _add(settings: Settings, name: str, entry: TenantConfig) -> None:
                 "`headrace config apply` changes it"
             )
         await write_tenant(bus, name, entry, known)
+        if entry.models:
+            config = await read_config(bus)
+            known_models = {*await list_models(bus), *config.models, *config.aliases}
+            for model in entry.models:
+                if model not in known_models:
+                    click.echo(f"headrace: no model or alias {safe(model)} is known yet", err=True)
 
 
 async def _remove(settings: Settings, name: str) -> list[str]:
@@ -200,6 +206,9 @@ def _print(listed: list[ListedTenant], *, is_open: bool) -> None:
         )
         for each in listed
     ]
-    out.print(table("tenants", columns, rows, right=columns[1:5]))
+    if listed:
+        out.print(table("Tenants", columns, rows, right=columns[1:5]))
+    else:
+        out.print("No tenant is configured.")
     if is_open:
         out.print(Text("No tenant has an API key: the gateway takes every request, as tenant default.", style="dim"))

@@ -144,7 +144,7 @@ def _http_port(settings: Settings) -> int | None:
     if port == load({}, environ={}).http_port and (other := http.free_port(host, 0)) is not None:
         log.warning("port %d is in use; the gateway listens on %d instead", port, other)
         return other
-    raise ConfigError(f"HEADRACE_HTTP_PORT is {port}, which cannot be had on {host}; 0 is any free port")
+    raise ConfigError(f"HEADRACE_HTTP_PORT is {port}, which is taken, or not to be had on {host}; 0 is any free port")
 
 
 def nats_one_liner(stack: Stack, directory: SecureDirectory | None = None) -> str:

@@ -173,8 +173,12 @@ def _print(evicted: Evicted) -> None:
         out.print(Text("It held no request."))
         return
     rows = [(each.job, each.tenant, str(each.attempt)) for each in evicted.held]
-    title = f"{evicted.num_handed_back} of the {len(evicted.held)} requests it held were handed back to their queues"
-    out.print(table(title, ("job", "tenant", "attempt"), rows, right=("attempt",)))
+    out.print(
+        f"{evicted.num_handed_back} of the {len(evicted.held)} requests it held were handed back to their queues",
+        style="bold",
+        soft_wrap=True,
+    )
+    out.print(table("", ("job", "tenant", "attempt"), rows, right=("attempt",)))
     if evicted.num_handed_back < len(evicted.held):
         out.print(Text("The others had ended or were somebody else's.", style="dim"))
 

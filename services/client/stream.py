@@ -20,6 +20,7 @@ from headrace.client.events import Accepted, Delta, Done, StreamEvent, as_chunk,
 from headrace.client.reading import LogReader
 from headrace.errors import (
     BrokerError,
+    BrokerUnavailableError,
     JobCancelledError,
     JobExpiredError,
     JobFailedError,
@@ -185,6 +186,8 @@ class JobStream:
                     return Accepted(
                         job=self.job, sequence=answer.sequence, position=answer.position, eta_s=answer.eta_s
                     )
+                if self._bus.is_denied(subject):
+                    raise BrokerUnavailableError(f"the broker does not permit {subject} to this credential")
                 if retries.is_over:
                     raise RequestError(
                         Refusal(code="internal", message="no router answered; is one running? (`headrace up`)"),

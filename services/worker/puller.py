@@ -288,8 +288,7 @@ class Puller:
         """A job came by itself: take it, or hand it back if there is no room any more."""
         queue = delivery.queue
         if not self._has_room():
-            await self._queue.nak(delivery)
-            await self._queue.wake(queue, delivery.headers)
+            await self._queue.hand_on(delivery)
             return
         if delivery.num_delivered == 1:
             self._waiting[queue] = self._waiting.get(queue, 0) + 1

@@ -306,8 +306,7 @@ class Worker:
         if self._fetchable_tokens():
             self._take(delivery)
         else:
-            await self._queue.nak(delivery)
-            await self._queue.wake(delivery.queue, delivery.headers)
+            await self._queue.hand_on(delivery)
 
     def _refund(self, queue: QueueName, tokens: int) -> None:
         self._puller.refund(queue, tokens)

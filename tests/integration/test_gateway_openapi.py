@@ -88,7 +88,7 @@ async def test_no_request_finds_a_500_or_what_is_not_documented(broker_url: str,
             "--config-file", "schemathesis.toml", "run", "openapi.json", "--url", url, "--checks", CHECKS,
             "--seed", SEED, "--max-examples", "20", "--phases", "examples,fuzzing", "--mode", "all",
             "--generation-database", "none", "--suppress-health-check", "all", "--no-color", "--workers", "1",
-            "--max-time", "35",
+            "--max-time", "20",
         )  # fmt: skip
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()", *argv,

@@ -93,8 +93,12 @@ async def test_a_wrong_credential_says_so_and_shows_nothing(tmp_path: Path, pref
                 return True
 
         await until(is_refused)
+        assert f"does not know the credential {stray}" in said[0]
         assert "uthorization" in said[0]
         assert secret not in said[0]
+        with pytest.raises(BrokerUnavailableError, match=r"lets nobody in without a credential: .*_NATS_CREDENTIALS"):
+            async with connect(broker.url, Settings(prefix=prefix, retry_for_s=0.5), name="test"):
+                pass
 
 
 async def test_what_a_credential_may_not_is_said(tmp_path: Path, prefix: str) -> None:
@@ -106,6 +110,26 @@ async def test_what_a_credential_may_not_is_said(tmp_path: Path, prefix: str) ->
                 await ensure_jobs_stream(bus, "m")
             with pytest.raises(BrokerUnavailableError, match=r"not permit .*STREAM\.INFO\..*_JOBS_other to this"):
                 await ensure_jobs_stream(bus, "other")
+
+
+async def test_another_workers_credential_is_told(tmp_path: Path, prefix: str) -> None:
+    async with secured_broker(tmp_path, prefix, [worker("w1", "m")]) as broker:
+        settings = broker.settings(worker("w1", "m"), request_timeout_s=0.5)
+        async with connect(broker.url, settings, name="w2", inbox_prefix=service_inbox("worker", "w2")) as bus:
+            with pytest.raises(
+                BrokerUnavailableError, match=r"not permit inboxes below _INBOX\._svc\.worker\.w2 to this"
+            ):
+                await bus.api("INFO")
+
+
+async def test_another_tenants_name_is_told_soon(tmp_path: Path, prefix: str) -> None:
+    async with secured_broker(tmp_path, prefix, [ACME]) as broker:
+        settings = broker.settings(ACME, retry_for_s=60, request_timeout_s=0.5)
+        async with headrace.client.connect(broker.url, tenant="rival", settings=settings) as client:
+            with pytest.raises(
+                BrokerUnavailableError, match=r"not permit .*\.infer\.rival\.chat\.m to this credential"
+            ):
+                await client.complete(model="m", messages=[{"role": "user", "content": "hello"}])
 
 
 async def test_over_tls_with_a_ca_of_its_own(tmp_path: Path, prefix: str) -> None:

@@ -100,6 +100,7 @@ async def test_a_wrong_key_is_told_nothing_and_is_nowhere(
 ) -> None:  # SEC-3
     caplog.set_level(logging.DEBUG)
     good = await new_tenant(headrace, gateway, "acme")
+    await refused_soon(gateway)
     wrong = ["hr-canary", good[:-1], f"{good} x", hash_of(good.encode()), "acme", "ü", "a" * 5_000]
     answers = [
         await ask(gateway, path, key, method=method, body=HELLO if method == "POST" else None)
@@ -164,6 +165,14 @@ async def test_a_key_is_rotated_without_a_gap(gateway: Gateway, headrace: Headra
     opened = await headrace.run("tenant", "key", "revoke", "acme", "next", "--open-gateway")
     assert "the gateway takes every request" in opened.stderr
     await let_in_soon(gateway, None)
+
+
+async def test_a_model_that_nobody_knows_is_told(running: Deployment, headrace: Headrace) -> None:
+    await ensure_jobs_stream(running.bus, MODEL)
+    assert "No tenant is configured" in (await headrace.run("tenant", "list")).stdout
+    added = await headrace.run("tenant", "add", "acme", "--model", MODEL, "--model", "mistyped", "--no-key")
+    assert added.stderr == "headrace: no model or alias mistyped is known yet\n"
+    assert added.stdout == "tenant acme is added\n"
 
 
 async def test_the_key_is_shown_once_and_only_its_hash_is_kept(

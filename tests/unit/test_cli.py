@@ -12,13 +12,14 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-import headrace
+import headrace.cli
 from headrace.bus.timeline import TimedEvent
 from headrace.cli import render, status
 from headrace.cli.answer import Answer, follow
 from headrace.cli.app import command
 from headrace.cli.jobs import shorten
 from headrace.cli.options import group_options, parse_assignments, with_settings
+from headrace.cli.screen import Screen
 from headrace.cli.stack import Plan
 from headrace.client import Accepted, Delta, Done, Started, StreamEvent
 from headrace.errors import BrokerUnavailableError, ConfigError, HeadraceError
@@ -90,11 +91,24 @@ def test_version() -> None:
 # exit codes
 
 
+def test_an_interrupt_while_it_is_loaded_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headrace.cli.app.main", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        headrace.cli.main()
+    assert ended.value.code == 130
+
+
 @pytest.mark.parametrize(
     "argv",
     [
         ("nonsense",),
         ("ask",),
+        ("ask", "hi", "--tenant", "UPPER"),
+        ("ask", "hi", "--pool", "No!"),
+        ("ask", "hi", "--job-id", "bad id"),
         ("status", "--nonsense"),
         ("status", "--prefix", "no spaces"),
         ("jobs", "show", "bad id"),
@@ -376,3 +390,18 @@ def test_an_empty_deployment_says_so() -> None:
             render.console().print(part)
     assert "No worker lives" in out.getvalue()
     assert "No model is known" in out.getvalue()
+
+
+@pytest.mark.parametrize(("text", "shown"), [("half an", "half an\n"), ("a line\n", "a line\n"), ("", "")])
+async def test_an_answer_that_fails_ends_its_line(text: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(None, None, is_quiet=False)  # type: ignore[arg-type]  # asked only on a terminal
+
+    async def answer() -> None:
+        async with screen.waiting():
+            if text:
+                screen.text(text)
+            raise HeadraceError("the job was cancelled")
+
+    with pytest.raises(HeadraceError):
+        await answer()
+    assert capsys.readouterr().out == shown

@@ -46,14 +46,28 @@ def test_numbers_have_the_type_of_their_key(tmp_path: Path) -> None:
     assert [type(value) for value in (settings.deadline_s, settings.stall_s, settings.ageing_s)] == [float] * 3
 
 
-@pytest.mark.parametrize("variable", ["HEADRACE_QUEUE_LIMTI", "HEADRACE_", "HEADRACE_HEARTBEAT"])
+@pytest.mark.parametrize("variable", ["HEADRACE_NONSENSE", "HEADRACE_"])
 def test_unknown_variable_stops_the_start(variable: str) -> None:
     with pytest.raises(ConfigError, match=rf"unknown variable {variable}; known: .*HEADRACE_QUEUE_LIMIT"):
         load(environ={variable: "1"})
 
 
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("HEADRACE_QUEUE_LIMTI", "HEADRACE_QUEUE_LIMIT"),
+        ("HEADRACE_HEARTBEAT", "HEADRACE_HEARTBEAT_S"),
+        ("HEADRACE_NATS_UR", "HEADRACE_NATS_URL"),
+        ("HEADRACE_STATEDIR", "HEADRACE_STATE_DIR"),
+    ],
+)
+def test_a_slip_is_told_what_was_meant(variable: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown variable {variable}; did you mean {meant}\?$"):
+        load(environ={variable: "1"})
+
+
 def test_unknown_key_of_the_file_stops_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"headrace\.toml: unknown key 'queue_limti'; known: .*queue_limit"):
+    with pytest.raises(ConfigError, match=r"headrace\.toml: unknown key 'queue_limti'; did you mean queue_limit\?$"):
         load(environ=config(tmp_path, "queue_limti = 3\n"))
 
 
