@@ -12,7 +12,7 @@ pip := $(py) -m pip --disable-pip-version-check --quiet --quiet --no-input
 fingerprint := { pwd; find services schemas -type f ! -name '*.pyc' | LC_ALL=C sort; cat pyproject.toml services/__init__.py; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup _setup demo test soak check clients format plots lock clean
+.PHONY: help setup _setup demo test soak lint check clients format plots lock clean
 
 help:
 	@echo 'Headrace: LLM requests over NATS JetStream.'
@@ -22,6 +22,7 @@ help:
 	@echo '  make soak     play random fault schedules for a long time   (SCHEDULES=1000 says how many)'
 	@echo '  make clients  fetch the npm client that some tests need, by npm, and run these tests'
 	@echo '  make check    format, lint, types, import rules, unit and property tests'
+	@echo '  make lint     that without the tests'
 	@echo '  make format   apply the formatter and the fixes of the linter'
 	@echo '  make plots    draw the plots of docs/simulator.md'
 	@echo '  make setup    only make .venv, from requirements.lock'
@@ -68,7 +69,7 @@ soak: setup
 	@echo '==> $(SCHEDULES) random fault schedules'
 	@$(py) -m tests.faults.soak --schedules $(SCHEDULES)
 
-check: setup
+lint: setup
 	@echo '==> ruff format'
 	@$(py) -m ruff format --check --quiet . || { echo 'not formatted: run make format' >&2; exit 1; }
 	@echo '==> ruff check'
@@ -78,6 +79,8 @@ check: setup
 	@$(py) -m mypy tests
 	@echo '==> import-linter'
 	@$(py) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-logo
+
+check: lint
 	@echo '==> unit and property tests'
 	@$(py) -m pytest --quiet tests/unit tests/property
 
