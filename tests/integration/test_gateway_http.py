@@ -290,13 +290,14 @@ async def test_who_waits_is_told_where_it_stands(
 ) -> None:
     monkeypatch.setattr(answers, "_COMMENT_EVERY_S", 0.2)
     await running.worker(sim(default_tokens=4000, tokens_per_second=50), max_concurrency=1)
-    async with http.post({**HELLO, "max_tokens": 120, "stream": True}) as first:
+    async with (
+        contextlib.AsyncExitStack() as stack,
+        http.post({**HELLO, "max_tokens": 120, "stream": True}) as first,
+    ):
         await next_line(first, "data: ")
-        async with (
-            http.post({**HELLO, "max_tokens": 1, "stream": True}) as second,
-            http.post({**HELLO, "max_tokens": 1, "stream": True}) as third,
-        ):
+        async with http.post({**HELLO, "max_tokens": 1, "stream": True}) as second:
             assert (await next_line(second, ": ")).startswith(": queued, position 0")
+            third = await stack.enter_async_context(http.post({**HELLO, "max_tokens": 1, "stream": True}))
             for _ in range(2):
                 assert (await next_line(third, ": ")).startswith(": queued, position 1")
             assert await next_line(third, "data: {")
