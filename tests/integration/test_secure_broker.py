@@ -90,14 +90,13 @@ async def test_a_wrong_credential_says_so_and_shows_nothing(tmp_path: Path, pref
                     return False
             except BrokerUnavailableError as error:
                 said.append(str(error))
-                return True
+                return "uthorization" in said[-1]  # on a busy machine its time may be over before the broker's words
 
         await until(is_refused)
-        assert f"does not know the credential {stray}" in said[0]
-        assert "uthorization" in said[0]
-        assert secret not in said[0]
+        assert f"does not know the credential {stray}" in said[-1]
+        assert all(secret not in words for words in said)
         with pytest.raises(BrokerUnavailableError, match=r"lets nobody in without a credential: .*_NATS_CREDENTIALS"):
-            async with connect(broker.url, Settings(prefix=prefix, retry_for_s=0.5), name="test"):
+            async with connect(broker.url, Settings(prefix=prefix, retry_for_s=2), name="test"):
                 pass
 
 
