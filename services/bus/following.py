@@ -17,9 +17,13 @@ async def following(
     *,
     on_push: Callable[[Message], Awaitable[None]],
     look_for_ever: Callable[[], Coroutine[Any, Any, None]],
+    queue: str = "",
 ) -> AsyncIterator[None]:
-    """Inside this context `on_push` gets what is published on the subject, and `look_for_ever` runs."""
-    subscription = await bus.subscribe(subject, cb=on_push)
+    """Inside this context `on_push` gets what is published on the subject, and `look_for_ever` runs.
+
+    Of those that follow it as one `queue` each push goes to one.
+    """
+    subscription = await bus.subscribe(subject, queue=queue, cb=on_push)
     try:
         async with asyncio.TaskGroup() as group:
             task = group.create_task(look_for_ever(), name=f"follow {subject}")

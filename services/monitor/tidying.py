@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from headrace.bus.connection import Bus, Message
+from headrace.bus.following import following
 from headrace.bus.joblog import JobLog
 from headrace.errors import BrokerError
 from headrace.schemas.subjects import is_job_id, is_name
@@ -38,17 +39,11 @@ async def tidying(bus: Bus, *, after_s: float = _AFTER_S, every_s: float = _EVER
         if is_name(tenant) and is_job_id(job):
             ended.append((time.monotonic() + after_s, tenant, job))
 
-    subscription = await bus.subscribe(bus.names.ended("*", "*"), queue=_GROUP, cb=on_ended)
-    try:
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(_tidy_for_ever(JobLog(bus), ended, every_s), name="ended jobs")
-            try:
-                yield
-            finally:
-                task.cancel()
-    finally:
-        if not bus.nc.is_closed:
-            await subscription.unsubscribe()
+    async def look_for_ever() -> None:
+        await _tidy_for_ever(JobLog(bus), ended, every_s)
+
+    async with following(bus, bus.names.ended("*", "*"), on_push=on_ended, look_for_ever=look_for_ever, queue=_GROUP):
+        yield
 
 
 async def _tidy_for_ever(job_log: JobLog, ended: deque[tuple[float, str, str]], every_s: float) -> None:
