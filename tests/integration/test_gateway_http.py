@@ -296,7 +296,8 @@ async def test_who_waits_is_told_where_it_stands(
     ):
         await next_line(first, "data: ")
         async with http.post({**HELLO, "max_tokens": 1, "stream": True}) as second:
-            assert (await next_line(second, ": ")).startswith(": queued, position 0")
+            while not (await next_line(second, ": ")).startswith(": queued, position 0"):
+                pass  # the first counts as one that waits until its worker's heartbeat says that it runs
             third = await stack.enter_async_context(http.post({**HELLO, "max_tokens": 1, "stream": True}))
             for _ in range(2):
                 assert (await next_line(third, ": ")).startswith(": queued, position 1")

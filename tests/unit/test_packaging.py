@@ -129,10 +129,10 @@ def test_nats_server_accepts_the_containers_configuration(tmp_path: Path) -> Non
     run(str(find_nats_server()), "-t", "-c", "nats.conf", cwd=tmp_path)
 
 
-def test_ci_runs_the_test_command_of_the_readme_then_check() -> None:
+def test_ci_runs_the_test_command_of_the_readme_then_the_linters() -> None:
     lines = [line for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("make ")]
     readme = (ROOT / "README.md").read_text()
-    assert lines == ["make test", "make check"]
+    assert lines == ["make test", "make lint"]
     assert "make test" in readme
     assert "make demo" in readme
 
