@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -13,9 +14,17 @@ settings.register_profile("headrace", parent=settings(), deadline=None)  # a bus
 settings.load_profile("headrace")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Which test runs in which process, where there are several (`--numprocesses`)."""
+    from tests.scheduling import TimedApart
+
+    return TimedApart(config, log)
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def broker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[BrokerInfo]:
-    """A real nats-server with JetStream on a port the OS chose and a store of its own, shared by the session."""
+    """A real nats-server with JetStream on a port the OS chose and a store of its own, shared by a process's tests."""
     async with EmbeddedBroker(tmp_path_factory.mktemp("broker"), port=0) as embedded:
         yield embedded.info
 
