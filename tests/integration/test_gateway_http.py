@@ -17,7 +17,7 @@ from headrace.gateway import answers, lifecycle, protocol
 from tests.deployment import MODEL, Deployment, Gateway, deployment, sim, until
 
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
-WITHIN_S = 20.0
+WITHIN_S = 30.0
 
 
 class Http:

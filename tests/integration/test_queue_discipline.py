@@ -38,7 +38,7 @@ class Jobs:
         """Returns once it is accepted."""
         accepted = asyncio.Event()
         task = self._group.create_task(self._read(name, accepted, max_tokens=max_tokens, **arguments))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await accepted.wait()
         return task
 
@@ -62,7 +62,7 @@ class Jobs:
 
 @contextlib.asynccontextmanager
 async def sending(running: Deployment) -> AsyncIterator[Jobs]:
-    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(120), asyncio.TaskGroup() as group:
         yield Jobs(running.client, group)
 
 
@@ -203,7 +203,7 @@ async def test_a_request_that_no_worker_could_hold_any_more_ends(broker_url: str
     async with deployment(broker_url, prefix) as running:
         await ensure_jobs_stream(running.bus, MODEL)
         stream = running.client.stream(model=MODEL, prompt="x", max_tokens=900)
-        async with asyncio.timeout(20), stream:
+        async with asyncio.timeout(120), stream:
             events = aiter(stream)
             assert isinstance(await anext(events), Accepted), "nobody is there who could say that it is too large"
             await running.worker(sim(kv_tokens=500, block_size=1), worker="small")
@@ -382,7 +382,7 @@ async def test_a_tenant_that_comes_late_takes_turns(broker_url: str, prefix: str
         await configure(running, "[tenants.a]\n[tenants.b]\n")
         async with (
             tenants(running) as (a, b),
-            asyncio.timeout(60),
+            asyncio.timeout(120),
             asyncio.TaskGroup() as group,
         ):
             await running.worker(sim(tokens_per_second=100.0), worker="w", max_concurrency=1)
