@@ -436,14 +436,12 @@ async def test_an_answer_that_was_not_streamed_is_read_as_one_chunk(running: Dep
 async def test_nats_micro_finds_it_with_its_url(running: Deployment, http: Http) -> None:
     inbox = running.bus.new_inbox()
     subscription = await running.bus.subscribe(inbox)
-    await running.bus.publish("$SRV.INFO.headrace-gateway", reply=inbox)
-    found: list[Any] = []
 
     async def is_found() -> bool:
+        """Asked again each time: it listens a moment before it is told of."""
+        await running.bus.publish("$SRV.INFO.headrace-gateway", reply=inbox)
         message = await running.bus.next_message(subscription, 0.1)
-        if message is not None:
-            found.append(json.loads(message.data))
-        return any(each["metadata"].get("url") == http.gateway.url for each in found)
+        return bool(message and message.data and json.loads(message.data)["metadata"].get("url") == http.gateway.url)
 
     await until(is_found)
     await subscription.unsubscribe()
