@@ -4,7 +4,8 @@ PYTHON ?= python3
 UV := uv==0.13.9
 LOCK_FLAGS ?=
 PYTEST_ARGS ?=
-PROCESSES ?= 2
+# Tests mostly wait: so many processes keep two cores busy.
+PROCESSES ?= 3
 SCHEDULES ?= 1000
 
 py := .venv/bin/python
