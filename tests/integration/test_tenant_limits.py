@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -131,7 +131,7 @@ async def test_who_waited_long_for_its_turn_may_still_lose_a_race(bus: Bus, monk
     monkeypatch.setattr(headrace.router.inflight, "_FOR_S", 1.0)
     lost = Refused(10071, "wrong last sequence")
     assert lost.is_lost_race
-    fates = iter([(1.1, Stored(1)), (0.0, lost), (0.0, Stored(2))])
+    fates: Iterator[tuple[float, StoreResult]] = iter([(1.1, Stored(1)), (0.0, lost), (0.0, Stored(2))])
 
     class Slow(JobQueue):
         async def publish(self, *_: object, **__: object) -> StoreResult:
@@ -144,7 +144,8 @@ async def test_who_waited_long_for_its_turn_may_still_lose_a_race(bus: Bus, monk
     async def publish(number: int) -> StoreResult | None:
         return await flight.publish(queue, job_of(bus, number), QueueName(queue="a"), {}, limit=7)
 
-    assert await asyncio.gather(publish(1), publish(2)) == [Stored(1), Stored(2)]
+    first, second = await asyncio.gather(publish(1), publish(2))
+    assert (first, second) == (Stored(1), Stored(2))
 
 
 async def test_requests_in_flight_are_exact_under_concurrent_publishes_of_two_routers(bus: Bus) -> None:
