@@ -354,7 +354,7 @@ class Puller:
     async def _leave(self) -> None:
         membership, self._membership = self._membership, None
         if membership is not None and not self._bus.nc.is_closed:
-            await membership.unsubscribe()
+            await self._bus.leave(membership)  # a wake that is under way is passed on
 
     async def _on_wake(self, message: Message) -> None:
         queue = QueueName.from_subject(message.subject)

@@ -52,8 +52,7 @@ class Queues:
 
 
 class Membership:
-    async def unsubscribe(self) -> None:
-        pass
+    """Of the wake group."""
 
 
 def played(waiting: dict[QueueName, int], *, room: int, wakes: int) -> tuple[Queues, list[Delivery]]:
@@ -68,8 +67,15 @@ def played(waiting: dict[QueueName, int], *, room: int, wakes: int) -> tuple[Que
     async def subscribe(*_: Any, **__: Any) -> Membership:
         return Membership()
 
+    async def leave(_: Membership) -> None:
+        pass
+
     bus = SimpleNamespace(
-        names=NAMES, clock=SimpleNamespace(now=lambda: 0.0), subscribe=subscribe, nc=SimpleNamespace(is_closed=False)
+        names=NAMES,
+        clock=SimpleNamespace(now=lambda: 0.0),
+        subscribe=subscribe,
+        leave=leave,
+        nc=SimpleNamespace(is_closed=False),
     )
     puller = Puller(
         bus,  # type: ignore[arg-type]
