@@ -114,8 +114,8 @@ class _Doors:
             await self._app(scope, receive, send)
             return
         try:
-            self._tenants.authenticate(scope)
-            with self._open:
+            tenant = self._tenants.authenticate(scope)
+            with self._open.one_more(tenant, is_alone=not self._tenants.are_many):
                 await self._app(scope, receive, send)
         except (RequestError, BrokerUnavailableError) as error:
             await as_response(refusal_of(error))(scope, receive, send)
