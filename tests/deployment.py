@@ -183,8 +183,11 @@ def header(message: Msg, name: str) -> str:
     return message.headers[name]
 
 
-async def until(condition: Any, *, timeout_s: float = 10.0) -> None:
-    """Wait until an async condition holds, which another process or task brings about."""
+async def until(condition: Any, *, timeout_s: float = 30.0) -> None:
+    """Wait until an async condition holds, which another process or task brings about.
+
+    The time is what a slow machine may need, not what is promised: whoever promises one measures it.
+    """
     async with asyncio.timeout(timeout_s):
         while not await condition():
             await asyncio.sleep(0.02)
