@@ -48,6 +48,7 @@ class Worker:
         self.shared.open()
         self.capacity._shared = self.shared
         self.ledger.measured, self.ledger.claim = self.measured, self.capacity._claim
+        self.died_at = 0.0
         self.looked: Looked | None = None
         self.memory: Memory | None = None
 
@@ -195,9 +196,11 @@ class SharedGpu(RuleBasedStateMachine):
         self.read(number)
         self.note(number)
 
-    @rule(seconds=st.sampled_from([0.5, 2.5]))
+    @rule(seconds=st.sampled_from([0.5, 2.5, 5.0]))
     def wait(self, seconds: float) -> None:
+        """An engine notices within five seconds that its worker is dead."""
         self.now += seconds
+        self.dead = [worker for worker in self.dead if self.now - worker.died_at < 5.0]
 
     @rule(number=WORKERS, is_kept=st.booleans())
     def crash(self, number: int, is_kept: bool) -> None:
@@ -207,13 +210,9 @@ class SharedGpu(RuleBasedStateMachine):
         assert worker.shared._alive is not None
         os.close(worker.shared._lock)
         os.close(worker.shared._alive)
+        worker.died_at = self.now
         self.dead.append(worker)
         self.workers[number] = self.new_worker(is_kept=is_kept)
-
-    @rule()
-    def engines_of_the_dead_stop(self) -> None:
-        self.dead.clear()
-        self.now += 5.0
 
     @rule(number=WORKERS)
     def leave(self, number: int) -> None:
