@@ -66,8 +66,8 @@ class SharedMemory:
 
     The lock is held for a read and a write of a small file, never while a driver is asked; who cannot have it at once
     promises nothing. A worker that dies lets go of its own lock, by which others see it; what it promised is free
-    `_GONE_FOR_S` later. With `is_kept` the engine keeps what requests allocated, for others: then a worker's part is
-    the most it ever had. Not for threads: one loop uses it.
+    `_GONE_FOR_S` later. With `is_kept` the engine keeps what requests allocated, for others, who have it by the time
+    that memory is read again: then a worker's part is the most it ever had. Not for threads: one loop uses it.
     """
 
     def __init__(

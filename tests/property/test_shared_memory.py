@@ -147,12 +147,13 @@ class SharedGpu(RuleBasedStateMachine):
 
     @rule(number=WORKERS, index=st.integers(0, 7), frees=st.booleans())
     def end_in_engine(self, number: int, index: int, frees: bool) -> None:
+        """An engine that keeps memory has it for others at once; any other may give it back late."""
         worker = self.workers[number]
         request = self.one(worker, index)
         assert worker.real >= 0
         if request is not None:
             request.is_alive = False
-            request.real = 0 if frees else request.real
+            request.real = 0 if frees or worker.is_kept else request.real
 
     @rule(number=WORKERS, index=st.integers(0, 7))
     def notice_end(self, number: int, index: int) -> None:
