@@ -14,7 +14,7 @@ pip := $(py) -m pip --disable-pip-version-check --quiet --quiet --no-input
 fingerprint := { pwd; find services schemas -type f ! -name '*.pyc' | LC_ALL=C sort; cat pyproject.toml services/__init__.py; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup _setup demo test soak lint check clients format plots lock clean
+.PHONY: help setup _setup demo test soak lint check check-gpu clients format plots lock clean
 
 help:
 	@echo 'Headrace: LLM requests over NATS JetStream.'
@@ -25,6 +25,7 @@ help:
 	@echo '  make clients  fetch the npm client that some tests need, by npm, and run these tests'
 	@echo '  make check    format, lint, types, import rules, unit and property tests'
 	@echo '  make lint     that without the tests'
+	@echo '  make check-gpu  compare what is told of GPUs with a real card, where there is one'
 	@echo '  make format   apply the formatter and the fixes of the linter'
 	@echo '  make plots    draw the plots of docs/simulator.md'
 	@echo '  make setup    only make .venv, from requirements.lock'
@@ -85,6 +86,9 @@ lint: setup
 check: lint
 	@echo '==> unit and property tests'
 	@$(py) -m pytest --quiet --numprocesses $(PROCESSES) tests/unit tests/property
+
+check-gpu: setup
+	@$(py) -m pytest -m gpu -rs tests/gpu
 
 # Beyond the lock of the Python packages: these tests are skipped where node and npm, or their registry, are not there.
 clients: setup

@@ -378,6 +378,10 @@ class Names(msgspec.Struct, frozen=True):
         """Request: what a monitor sees of the deployment."""
         return f"{self.prefix}.monitor.state"
 
+    def metrics(self) -> str:
+        """Request to every part at once: what it counted."""
+        return f"{self.prefix}.metrics"
+
     def batch_filter(self) -> str:
         """Results of all batches."""
         return f"{self.prefix}.batch.*.*.*"

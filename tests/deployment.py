@@ -161,7 +161,7 @@ class Deployment:
 @contextlib.asynccontextmanager
 async def deployment(url: str, prefix: str, *, routers: int = 1, **settings: Any) -> AsyncIterator[Deployment]:
     """A deployment with `routers` routers and no worker yet; everything is stopped at the end."""
-    told = Settings(prefix=prefix, **{"grace_s": 5.0, **settings})
+    told = Settings(prefix=prefix, **{"grace_s": 5.0, "monitor_port": 0, **settings})
     async with headrace.client.connect(url, settings=told) as client, asyncio.TaskGroup() as group:
         running = Deployment(url, told, group, client)
         for _ in range(routers):

@@ -26,6 +26,7 @@ def part(
         "HEADRACE_PREFIX": prefix,
         "HEADRACE_STATE_DIR": str(state_dir),
         "HEADRACE_GRACE_S": "5",
+        "HEADRACE_MONITOR_PORT": "0",
         **variables,
     }
     run = ["-m", "headrace.cli"] if program is None else ["-c", program]

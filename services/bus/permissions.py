@@ -90,6 +90,7 @@ def router(names: Names) -> Permissions:
             names.ended("*", "*"),
             f"$KV.{names.workers_bucket}.*",
             f"$KV.{names.config_bucket}.>",
+            names.metrics(),
             *_service("router"),
         ),
         may_answer=True,
@@ -132,6 +133,7 @@ def worker(names: Names, worker: str, model: str, pools: Iterable[str] = (DEFAUL
             *(names.wake_pool(model, pool) for pool in pools),
             f"$KV.{names.workers_bucket}.*",
             f"$KV.{names.config_bucket}.>",
+            names.metrics(),
             *_service("worker", worker),
         ),
         may_answer=True,
@@ -161,6 +163,7 @@ def monitor(names: Names) -> Permissions:
             f"{names.prefix}.jobs.*.*.*.*",
             f"{names.prefix}.wake.*.*.*.*",
             names.ctl("*"),
+            names.metrics(),
         ),
         subscribe=(
             f"{names.prefix}.wake.>",
@@ -168,6 +171,7 @@ def monitor(names: Names) -> Permissions:
             names.monitor_state(),
             f"$KV.{names.workers_bucket}.*",
             f"$KV.{names.config_bucket}.>",
+            names.metrics(),
             *_service("monitor"),
         ),
         may_answer=True,
@@ -200,6 +204,7 @@ def gateway(names: Names) -> Permissions:
         subscribe=(
             f"{INBOX}.*.*",  # jobs' inboxes of all tenants; those of services are deeper
             f"$KV.{names.config_bucket}.>",
+            names.metrics(),
             *_service("gateway"),
         ),
         # The broker takes the last `*` above to permit `_INBOX._svc.>`; what is denied is kept from that one too.

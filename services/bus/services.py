@@ -6,12 +6,14 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import msgspec
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.micro.request import Request
 from nats.micro.service import EndpointConfig, Service, ServiceConfig
 
-from headrace import __version__
+from headrace import __version__, metrics
 from headrace.bus.connection import Bus
 from headrace.errors import BrokerError, BrokerUnavailableError
 from headrace.schemas import subjects
@@ -51,7 +53,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 async def answering(
     bus: Bus, name: str, endpoints: list[Endpoint], *, description: str, metadata: Mapping[str, str] | None = None
 ) -> AsyncIterator[None]:
-    """Answer requests inside this context; at its end, those under way are finished first.
+    """Answer requests inside this context, and a monitor that asks what was counted; at its end, those under way are
+    finished first.
 
     A handler that raises costs its own request alone: it is logged and answered with `internal`.
     """
@@ -76,6 +79,7 @@ async def answering(
             bus.nc,
             ServiceConfig(name=name, version=__version__, description=description, metadata=dict(metadata or {})),
         )
+        counted: Subscription | None = None
         try:
             await _start(
                 bus,
@@ -90,12 +94,28 @@ async def answering(
                     for endpoint in endpoints
                 ],
             )
+            counted = await bus.subscribe(
+                bus.names.metrics(), cb=_telling(bus, name, (metadata or {}).get("worker", ""))
+            )
             yield
         finally:
+            if counted is not None and not bus.nc.is_closed:
+                with contextlib.suppress(NatsError, OSError):
+                    await counted.unsubscribe()
             if bus.is_connected:
                 with contextlib.suppress(NatsError, TimeoutError, OSError):  # a broker that is mute must not keep us
                     async with asyncio.timeout(bus.settings.request_timeout_s):
                         await service.stop()
+
+
+def _telling(bus: Bus, name: str, worker: str) -> Callable[[Msg], Awaitable[None]]:
+    async def tell(message: Msg) -> None:
+        counted = metrics.measured(name.removeprefix("headrace-"), worker)
+        await reply_with(
+            bus, IncomingRequest(subject=message.subject, reply=message.reply, data=b"", headers={}), counted
+        )
+
+    return tell
 
 
 async def _start(bus: Bus, service: Service, endpoints: list[EndpointConfig]) -> None:

@@ -3,11 +3,13 @@
 import functools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
 
 from headrace.discipline.capacity import bytes_per_token
+from headrace.worker.modelconfig import KV_DTYPES, kv_bytes_per_token, read_model_config
 
 __all__ = ["memory_options"]
 
@@ -23,9 +25,16 @@ def memory_options(function: _F) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        size, layout = kwargs.pop("kv_bytes_per_token"), kwargs.pop("kv_layout")
-        if size is not None and layout is not None:
-            raise click.UsageError("--kv-bytes-per-token and --kv-layout say the same; give one of them")
+        size, layout, config = (kwargs.pop(name) for name in ("kv_bytes_per_token", "kv_layout", "model_config"))
+        kv_dtype = kwargs.pop("kv_dtype")
+        if sum(each is not None for each in (size, layout, config)) > 1:
+            raise click.UsageError(
+                "--kv-bytes-per-token, --kv-layout and --model-config say the same; give one of them"
+            )
+        if kv_dtype is not None and config is None:
+            raise click.UsageError("--kv-dtype is only for --model-config")
+        if config is not None:
+            size = kv_bytes_per_token(read_model_config(Path(config)), kv_dtype=kv_dtype)
         told = {
             "kv_bytes_per_token": layout if size is None else size,
             "memory_reserve_bytes": kwargs.pop("memory_reserve"),
@@ -71,12 +80,20 @@ _OPTIONS: Final = (
         help="The same from the model's configuration: 2 · layers · heads · dimension · bytes.",
     ),
     click.option(
+        "--model-config", metavar="PATH",
+        help="The same, computed from the model's config.json (the file, or the folder it is in).",
+    ),
+    click.option(
+        "--kv-dtype", type=click.Choice(tuple(KV_DTYPES)), metavar="NAME",
+        help="Type of the cache's numbers where it is not the model's, such as fp8; with --model-config.",
+    ),
+    click.option(
         "--memory-reserve", metavar="SIZE", callback=_parse_size,
         help="Memory to leave free, such as 512MiB or 4GiB; default a tenth of all.",
     ),
     click.option(
         "--memory-device", metavar="DEVICE",
-        help="Where it allocates: host, gpu (the only one there is), or a GPU's UUID or number.",
+        help="Where it allocates: host, gpu (the only one visible), cuda:N, or a GPU's UUID or number.",
     ),
     click.option(
         "--keeps-memory", is_flag=True,

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from headrace import metrics
 from headrace.batch import BatchKeeper
 from headrace.bus.configuration import ConfigView
 from headrace.bus.connection import Bus
@@ -95,6 +96,7 @@ class _Named:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
+                metrics.HTTP_REQUESTS.labels(str(message["status"])).inc()
                 message = {**message, "headers": [*message["headers"], (_REQUEST_ID, request_id)]}
             await send(message)
 
@@ -115,7 +117,7 @@ class _Doors:
             return
         try:
             tenant = self._tenants.authenticate(scope)
-            with self._open.one_more(tenant, is_alone=not self._tenants.are_many):
+            with self._open.one_more(tenant, is_alone=not self._tenants.are_many), metrics.HTTP_OPEN.track_inprogress():
                 await self._app(scope, receive, send)
         except (RequestError, BrokerUnavailableError) as error:
             await as_response(refusal_of(error))(scope, receive, send)

@@ -9,6 +9,7 @@ from typing import Final
 
 import msgspec
 
+from headrace import metrics
 from headrace.bus.connection import Bus, Refused, Stored
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.bus.joblog import JobLog
@@ -63,6 +64,7 @@ class Evictor:
 
         `last_beat` is its last known one: the beat itself, or what is remembered of it where the key has expired.
         """
+        began = time.monotonic()
         tombstone = msgspec.structs.replace(last_beat, is_tombstone=True, reason=reason)
         ahead = asyncio.create_task(self._look_up(last_beat, 0), name="look up what it held")
         try:
@@ -72,8 +74,10 @@ class Evictor:
                 log.info("worker %s is not evicted: %s", last_beat.worker, why)
                 return False
             self.num_evicted += 1
+            metrics.EVICTIONS.labels(metrics.eviction_kind(reason)).inc()
             log.warning("evicted worker %s (%s); it held %d requests", last_beat.worker, reason, len(last_beat.held))
             await self.hand_over(last_beat, ahead=ahead)
+            metrics.FAILOVER_S.observe(time.monotonic() - began)
         finally:
             ahead.cancel()
         return True
@@ -152,6 +156,7 @@ class Evictor:
                 self._nakked.clear()
             self._nakked[key] = now
             self.num_handed_back += 1
+            metrics.HANDED_OVER.inc()
             await job_queue.nak_on_behalf(queue, sequence, progress)
             await job_queue.wake(queue, {})
         if number := self.num_handed_back - num_before:

@@ -17,7 +17,9 @@ from headrace.errors import BrokerError, BrokerUnavailableError
 from headrace.lifecycle import unless_stopped, wait_first
 from headrace.monitor.changes import Change, changes_between, live_beats
 from headrace.monitor.deadlines import Deadlines
+from headrace.monitor.exposition import Exposition
 from headrace.monitor.guard import Guard
+from headrace.monitor.http import answering_http
 from headrace.monitor.lost import LostWorkers
 from headrace.monitor.orphans import remove_orphans_for_ever
 from headrace.monitor.tidying import tidying
@@ -51,6 +53,7 @@ async def run_monitor(bus: Bus, *, stop: asyncio.Event) -> None:
         async with (
             view.running(),
             answering(bus, SERVICE_NAME, [endpoint], description="Watches Headrace's workers"),
+            answering_http(bus, Exposition(bus, view)),
             _guarding(bus, view),
             Deadlines(bus).running(),
             tidying(bus),

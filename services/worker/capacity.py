@@ -1,13 +1,17 @@
 """Where a worker's capacity comes from: the engine's word, the user's, or free memory, which is kept measured."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from headrace.discipline.capacity import MeasuredCapacity
-from headrace.errors import EngineError
+from headrace.errors import EngineError, EngineStartError
 from headrace.lifecycle import wait_first
 from headrace.schemas.workers import CapacitySource
 from headrace.worker.engines.base import Engine, KvMemory
@@ -16,8 +20,9 @@ from headrace.worker.gpu import find_gpu
 from headrace.worker.held import Held, HeldSet
 from headrace.worker.ledger import Ledger
 from headrace.worker.memory import EngineProbe, HostMemory, HostProbe, Memory, MemoryProbe
+from headrace.worker.sharing import SharedMemory, Sight
 
-__all__ = ["DEFAULT_RESERVE", "KvCapacity", "make_probe"]
+__all__ = ["DEFAULT_RESERVE", "KvCapacity", "Looked", "make_probe", "shared_by"]
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +32,8 @@ _EVERY_S: Final = 0.5
 _SETTLE_S: Final = 0.1
 """How long after a request's end the memory is read again: its engine gives it back by then."""
 _TIMEOUT_S: Final = 2.0
+_MAX_MEASURES: Final = 4
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class KvCapacity:
@@ -34,17 +41,33 @@ class KvCapacity:
     says nothing of an engine that took its own at its start. What an engine said holds until it has started again.
 
     `source` is None where nobody tells; then only slots bound what runs. While free memory cannot be read, nobody
-    starts.
+    starts. Where workers on one device keep their tables in the same `shared_folder`, none is given what another has
+    promised; None: there is no other.
     """
 
-    def __init__(self, ledger: Ledger, held: HeldSet, *, told_tokens: int | None) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        held: HeldSet,
+        *,
+        told_tokens: int | None,
+        name: str = "worker",
+        shared_folder: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._ledger = ledger
         self._held = held
         self._told_tokens = told_tokens
+        self._name = name
+        self._shared_folder = shared_folder
+        self._clock = clock
+        self._num_others = 0
+        self._shared: SharedMemory | None = None
         self._host = HostMemory()
         self._probe: MemoryProbe | None = None
         self._memory: Memory | None = None
         self._is_readable = True
+        self._was_refused = False
         self._has_warned = False
         self._block_size = 1
         self._released = asyncio.Event()
@@ -69,6 +92,7 @@ class KvCapacity:
         """Take over what a started engine says, and measure. Raises `EngineError` where that cannot be done."""
         facts = engine.facts
         known_tokens = self._told_tokens or facts.kv_capacity_tokens
+        self.close()
         if known_tokens is None and facts.kv_memory is not None:
             await self._begin(engine, facts.kv_memory, block_size=facts.block_size)
             self.source = "memory"
@@ -80,6 +104,13 @@ class KvCapacity:
         is_told = self._told_tokens is not None or facts.is_capacity_told
         self.source = None if known_tokens is None else "told" if is_told else "engine"
 
+    def close(self) -> None:
+        """Give others what was promised here. Safe to call twice."""
+        shared, self._shared = self._shared, None
+        self._ledger.claim = lambda need_tokens: True
+        if shared is not None:
+            shared.close()
+
     async def follow(self, *, is_up: Callable[[], bool], changed: Callable[[], None]) -> None:
         """Measure twice a second, and soon after a request ended, until cancelled."""
         while True:
@@ -90,8 +121,9 @@ class KvCapacity:
             if measured is None or self._probe is None or not is_up():
                 continue
             tokens, unseen_tokens = measured.tokens, measured.unseen_tokens
+            was_refused, self._was_refused = self._was_refused, False
             await self._measure(self._probe, measured)
-            if unseen_tokens or measured.tokens != tokens:
+            if unseen_tokens or was_refused or measured.tokens != tokens:
                 changed()
             elif not self._ledger.num_running:
                 self._warn_if_less(measured)
@@ -107,18 +139,40 @@ class KvCapacity:
             block_size=block_size,
             is_kept=kv.is_kept,
         )
-        measured.note(
-            memory.free_bytes, num_running=self._ledger.num_running, allocated_tokens=0, now_s=time.monotonic()
-        )
-        self._block_size, self._memory = block_size, memory
-        self._probe, self._ledger.measured, self._ledger.on_release = probe, measured, self._released.set
+        self._block_size, self._probe = block_size, probe
+        if self._shared_folder is not None and kv.device != "engine":
+            self._shared = SharedMemory(
+                shared_by(self._shared_folder, memory), name=self._name, is_kept=kv.is_kept, clock=self._clock
+            )
+            self._shared.open()
+        self._ledger.measured, self._ledger.claim, self._ledger.on_release = measured, self._claim, self._released.set
+        try:
+            await self._measure(probe, measured)
+            self._require_fit(measured)
+        except BaseException:
+            self.close()
+            raise
         log.info(
             "free memory (%s) carries %d KV tokens of %d bytes, %d bytes left free",
             memory.source, measured.tokens, measured.bytes_per_token, measured.reserve_bytes,
         )  # fmt: skip
 
+    def _require_fit(self, measured: MeasuredCapacity) -> None:
+        """Raises EngineStartError where not one block fits, even if all that others' requests hold were free."""
+        memory, seen = self._memory, self._shared.look() if self._shared is not None else None
+        if memory is None or not self._is_readable:
+            raise EngineStartError("the free memory of its device cannot be read")
+        block_bytes = measured.bytes_per_token * self._block_size
+        others_bytes = seen.allocated_bytes if seen is not None else 0
+        if memory.free_bytes + others_bytes - measured.reserve_bytes < block_bytes:
+            raise EngineStartError(
+                f"the model does not fit: {memory.gpu or memory.source} has {memory.free_bytes} of "
+                f"{memory.total_bytes} bytes free, {measured.reserve_bytes} are to be left free, and "
+                f"{self._block_size} tokens take {block_bytes}"
+            )
+
     def _warn_if_less(self, measured: MeasuredCapacity) -> None:
-        if measured.tokens < measured.peak_tokens // 2 and not self._has_warned:
+        if measured.tokens < measured.peak_tokens // 2 and not self._has_warned and not self._num_others:
             self._has_warned = True
             log.warning(
                 "nothing runs, but free memory carries %d KV tokens where it carried %d: others have it, or the engine "
@@ -127,8 +181,22 @@ class KvCapacity:
             )  # fmt: skip
 
     async def _measure(self, probe: MemoryProbe, measured: MeasuredCapacity) -> None:
-        """What runs is looked at before memory is: what it allocates meanwhile is counted as free by neither."""
-        unseen_tokens = measured.unseen_tokens
+        """Once more for each time that others promised something meanwhile, so that all is of one moment."""
+        for _ in range(_MAX_MEASURES):
+            try:
+                looked = self.look(measured)
+                memory = await _read(probe)
+                self._is_readable = True
+            except EngineError as error:
+                self._note_unreadable(measured, error)
+                return
+            if self.note(measured, looked, memory):
+                return
+
+    def look(self, measured: MeasuredCapacity) -> "Looked":
+        """What runs, looked at before memory is: what it allocates meanwhile is counted as free by neither."""
+        seen = self._shared.look() if self._shared is not None else None
+        self._num_others = seen.num_others if seen is not None else 0
         allocated: dict[Held, int] = {}
         pending_tokens = 0
         for held in self._held:
@@ -136,23 +204,61 @@ class KvCapacity:
                 most = min(need_tokens, self._allocated_tokens(held.execution))
                 allocated[held] = most if held.execution.has_read_prompt else 0
                 pending_tokens += most - allocated[held]
-        try:
-            self._memory = await _read(probe)
-            free_bytes = self._memory.free_bytes
-            self._is_readable = True
-        except EngineError as error:
-            free_bytes = 0
-            if self._is_readable:
-                log.error("%s; nothing more starts until it can", error)
-            self._is_readable = False
+        return Looked(
+            seen=seen, allocated=allocated, pending_tokens=pending_tokens, unseen_tokens=measured.unseen_tokens
+        )
+
+    def note(self, measured: MeasuredCapacity, looked: "Looked", memory: Memory) -> bool:
+        """Take in memory as read after `looked`; False where others changed their part of it since."""
+        self._memory = memory
+        allocated_tokens = sum(tokens for held, tokens in looked.allocated.items() if held in self._ledger)
+        free_bytes = memory.free_bytes - (looked.seen.outstanding_bytes if looked.seen is not None else 0)
         measured.note(
             free_bytes,
             num_running=self._ledger.num_running,
-            allocated_tokens=sum(tokens for held, tokens in allocated.items() if held in self._ledger),
-            pending_tokens=pending_tokens if self._is_readable else 0,
-            unseen_tokens=measured.unseen_tokens - unseen_tokens,
-            now_s=time.monotonic(),
+            allocated_tokens=allocated_tokens,
+            pending_tokens=looked.pending_tokens,
+            unseen_tokens=measured.unseen_tokens - looked.unseen_tokens,
+            now_s=self._clock(),
         )
+        if self._shared is None or looked.seen is None:
+            return True
+        return self._shared.publish(
+            looked.seen,
+            free_bytes=memory.free_bytes,
+            promised_bytes=self._ledger.reserved_tokens * measured.bytes_per_token,
+            allocated_bytes=allocated_tokens * measured.bytes_per_token,
+        )
+
+    def _note_unreadable(self, measured: MeasuredCapacity, error: EngineError) -> None:
+        if self._is_readable:
+            log.error("%s; nothing more starts until it can", error)
+        self._is_readable = False
+        measured.note(
+            0,
+            num_running=self._ledger.num_running,
+            allocated_tokens=0,
+            unseen_tokens=measured.unseen_tokens,
+            now_s=self._clock(),
+        )
+
+    def _claim(self, need_tokens: int) -> bool:
+        measured = self._ledger.measured
+        if self._shared is None or measured is None:
+            return True
+        try:
+            is_ours = self._shared.claim(
+                need_tokens * measured.bytes_per_token,
+                reserved_bytes=(self._ledger.reserved_tokens + need_tokens) * measured.bytes_per_token,
+                reserve_bytes=measured.reserve_bytes,
+            )
+        except EngineError as error:
+            log.warning("nothing starts now: %s", error)
+            is_ours = False
+        if not is_ours:
+            self._was_refused = True
+            self._released.set()
+        return is_ours
 
     def _allocated_tokens(self, execution: Execution) -> int:
         """Its KV tokens by what came from the engine, which may be further. Of the last token there are none yet.
@@ -164,11 +270,29 @@ class KvCapacity:
         return -(-num_tokens // self._block_size) * self._block_size
 
 
+class Looked(msgspec.Struct, frozen=True, kw_only=True):
+    """What our requests had, and others, just before memory is read."""
+
+    seen: Sight | None
+    allocated: dict[Held, int]
+    pending_tokens: int
+    unseen_tokens: int
+
+
 def make_probe(device: str, engine: Engine) -> MemoryProbe:
     """What tells the free memory of `device`, as `KvMemory` names it."""
     if device == "engine":
         return EngineProbe(engine)
     return HostProbe() if device == "host" else find_gpu(device)
+
+
+def shared_by(folder: Path, memory: Memory) -> Path:
+    """Where the workers that share this memory keep their table: by the GPU's UUID, or by the machine's present run."""
+    if memory.source == "gpu" and memory.gpu is not None:
+        return folder / memory.gpu
+    with contextlib.suppress(OSError):
+        return folder / f"host-{_BOOT_ID.read_text().strip()}"
+    return folder / "host"
 
 
 async def _read(probe: MemoryProbe) -> Memory:

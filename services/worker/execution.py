@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from headrace import metrics
 from headrace.bus.clock import BrokerClock
 from headrace.bus.joblog import JobLog
 from headrace.bus.jobqueue import Delivery
@@ -145,6 +146,14 @@ class Execution:
 
     async def run(self) -> Outcome:
         """Run to an outcome. Raises only CancelledError, where the task was cancelled without `stop`."""
+        try:
+            return await self._run()
+        finally:
+            model = metrics.model_label(self._claimed.job.model)
+            metrics.TOKENS.labels(model, "prompt").inc(self._claimed.num_prompt_tokens)
+            metrics.TOKENS.labels(model, "completion").inc(self._num_made)
+
+    async def _run(self) -> Outcome:
         writing = asyncio.create_task(self._flow.run(), name=f"deltas of {self._claimed.job.job}")
         try:
             failure = await self._generate_until_stopped()
@@ -204,6 +213,8 @@ class Execution:
         resume = self._resume()
         started = time.monotonic()
         ttft_s: float | None = None
+        model = metrics.model_label(claimed.job.model)
+        ttft, between = metrics.TTFT_S.labels(model), metrics.INTER_TOKEN_S.labels(model)
         with inference_span(
             claimed.job.op,
             claimed.job.model,
@@ -221,10 +232,15 @@ class Execution:
             self.last_progress = time.monotonic()
             async with contextlib.aclosing(pieces):
                 async for chunk in pieces:
-                    self.last_progress = time.monotonic()
-                    if ttft_s is None and any(choice.num_tokens for choice in chunk.choices):
+                    before, self.last_progress = self.last_progress, time.monotonic()
+                    num_tokens = sum(choice.num_tokens for choice in chunk.choices)
+                    if ttft_s is None and num_tokens:
                         ttft_s = self.last_progress - started
                         self.has_read_prompt = True
+                        if resume is None:
+                            ttft.observe(max(0.0, self._clock.now() - claimed.job.accepted_at))
+                    elif num_tokens:
+                        between.observe((self.last_progress - before) / num_tokens)
                     await self._take(chunk)
             span.set(
                 inference_result(

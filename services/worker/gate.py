@@ -159,7 +159,8 @@ class Gate:
             waiting.is_kept_out = False
         for index in startable(self.room, [self._as_waiter(each) for each in admitted], ageing_s=self._ageing_s):
             waiting = admitted[index]
-            self._ledger.reserve(waiting.held, waiting.need_tokens)
+            if not self._ledger.reserve(waiting.held, waiting.need_tokens):
+                break  # the room is less than it seemed; it is measured again soon
             self._note_need(waiting.need_tokens)
             del self._waiting[waiting.held]
             self._inside[waiting.held] = waiting.guest

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from headrace import telemetry
+from headrace import metrics, telemetry
 from headrace.bus.connection import Bus
 from headrace.bus.handover import publish_to_fallback
 from headrace.bus.heartbeats import WorkersBucket
@@ -333,6 +333,9 @@ class Handler:
         if not isinstance(result, Appended):
             return False
         started = msgspec.structs.replace(event, sequence=result.sequence)
+        if state.attempt == 1:
+            waited_s = max(0.0, self._bus.clock.now() - job.accepted_at)
+            metrics.QUEUE_WAIT_S.labels(metrics.model_label(job.model), held.delivery.queue.lane).observe(waited_s)
         claimed = msgspec.structs.replace(
             state, state="running", owner=owner, sequence=result.sequence, last=started, was_started=True
         )
@@ -390,6 +393,7 @@ class Handler:
         await self._after_run(held, job, state, outcome, span)
 
     async def _after_run(self, held: Held, job: Job, state: JobState, outcome: Outcome, span: Span) -> None:
+        metrics.ATTEMPTS.labels(metrics.model_label(job.model), _ending(outcome)).inc()
         if outcome.kind is ResultKind.FORGET:
             span.fail("fenced")
             return
@@ -434,6 +438,15 @@ class Handler:
             delivery_count=delivery.num_delivered,
             worker=self._identity(0).worker,
         )
+
+
+def _ending(outcome: Outcome) -> str:
+    """How an attempt ended, as a label."""
+    if outcome.kind is ResultKind.FORGET:
+        return "fenced"
+    if outcome.kind is ResultKind.SETTLED:
+        return outcome.event.kind if outcome.event is not None else "ended"
+    return "fault" if outcome.is_fault else "handed_back"
 
 
 def _has(held: Held, state: JobState) -> bool:

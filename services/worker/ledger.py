@@ -14,13 +14,14 @@ class Ledger:
     Reserved at claim, released at the end whatever the end is. Concurrency and memory are checked together; a capacity
     of None means the engine does not tell, and only concurrency counts. Where it is `measured`, that is the capacity;
     it may fall below what is reserved, and what is released counts as reserved until a measurement. `on_release` is
-    called when one would show more.
+    called when one would show more. `claim` asks whoever shares the memory with others for so many more tokens.
     """
 
     def __init__(self, *, capacity_tokens: int | None, max_concurrency: int) -> None:
         self._capacity_tokens = capacity_tokens
         self.measured: MeasuredCapacity | None = None
         self.on_release: Callable[[], None] = lambda: None
+        self.claim: Callable[[int], bool] = lambda need_tokens: True
         self.max_concurrency = max_concurrency
         self._needs: dict[Hashable, int] = {}
 
@@ -61,14 +62,17 @@ class Ledger:
         """Requests holding a reservation."""
         return len(self._needs)
 
-    def reserve(self, holder: Hashable, need_tokens: int) -> None:
-        """Reserve for whoever holds a message; a later holder of the same one is another.
+    def reserve(self, holder: Hashable, need_tokens: int) -> bool:
+        """Reserve for whoever holds a message, unless others had the memory first; a later holder of it is another.
 
         Raises ValueError if it does not fit or is reserved already.
         """
         if holder in self._needs or not self.room().fits(need_tokens):
             raise ValueError(f"cannot reserve {need_tokens} tokens for {holder}")
+        if not self.claim(need_tokens):
+            return False
         self._needs[holder] = need_tokens
+        return True
 
     def release(self, holder: Hashable) -> None:
         """Give a reservation back; nothing if there is none."""

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 import uuid
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -106,7 +107,13 @@ class Worker:
             stuck_after_s=self._settings.stall_s,
         )
         self._held = HeldSet(self._heart.changed)
-        self._capacity = KvCapacity(self._ledger, self._held, told_tokens=options.kv_tokens)
+        self._capacity = KvCapacity(
+            self._ledger,
+            self._held,
+            told_tokens=options.kv_tokens,
+            name=options.worker,
+            shared_folder=Path(self._settings.state_dir) / "memory",
+        )
         self._view = ConfigView(bus)
         self._gate = Gate(self._ledger, ageing_s=self._settings.ageing_s, on_change=self._room_changed)
         self._served = RecentPrefixes()
@@ -158,6 +165,7 @@ class Worker:
                 await self._run_registered(stop)
             finally:
                 await self._engine.stop()
+                self._capacity.close()
         finally:
             await self._heart.stop()
 

@@ -8,6 +8,7 @@ import pytest
 from headrace.schemas import events, jobs, subjects, workers
 from headrace.schemas.events import AcceptedBody, Event, Owner
 from headrace.schemas.jobs import CancelRequest, Job, JobStatus, StatusRequest
+from headrace.schemas.metrics import Family, Measured, Sample
 from headrace.schemas.refusals import Refusal
 from headrace.schemas.subjects import JobId, Names, QueueName, Tenant, model_to_token
 from headrace.schemas.workers import Heartbeat, HeldRequest
@@ -336,6 +337,17 @@ def test_names_of_the_contract() -> None:
     assert subjects.SERVICE_INBOX_PREFIX == "_INBOX._svc"
     assert Names(prefix="a-b.c").upper == "A-B_C"
     assert Names(num_shards=16).log("default", "j1") == "headrace.v1.log.10.default.j1"
+
+
+def test_what_a_part_counted() -> None:
+    family = Family("headrace_x", "counter", "Meaning.", (Sample("headrace_x_total", {"model": "m"}, 2.0),))
+    told = Measured(service="worker", process="w1", origin="host-7", families=(family,))
+    data = (
+        b'{"service":"worker","process":"w1","origin":"host-7",'
+        b'"families":[["headrace_x","counter","Meaning.",[["headrace_x_total",{"model":"m"},2.0]]]]}'
+    )
+    assert msgspec.json.encode(told) == data
+    assert msgspec.json.decode(data, type=Measured) == told
 
 
 def test_headers_of_the_contract() -> None:

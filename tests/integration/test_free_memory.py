@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import headrace.client
@@ -202,6 +203,8 @@ async def is_done(jobs: Jobs, name: str) -> bool:
 
 async def test_as_processes_with_what_status_says(broker_url: str, prefix: str, tmp_path: Path) -> None:
     """A worker told its pool, another attached to a server beside this machine's own memory."""
+    config = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode({**config, "torch_dtype": "bfloat16"}))
 
     def started(*arguments: str) -> ChildProcess:
         return part("serve", *arguments, url=broker_url, prefix=prefix, state_dir=tmp_path)
@@ -217,7 +220,7 @@ async def test_as_processes_with_what_status_says(broker_url: str, prefix: str, 
         ),
         started(
             "worker", "--engine", "openai", "--engine-url", server.url, "--model", "attached", "--worker-id", "host",
-            "--kv-bytes-per-token", str(TOKEN_BYTES), "--memory-device", "host", "--memory-reserve", "64MiB",
+            "--model-config", str(tmp_path), "--memory-device", "host", "--memory-reserve", "64MiB",
         ),
         started(
             "worker", "--engine", "openai", "--engine-url", server.url, "--model", "attached", "--worker-id", "told",

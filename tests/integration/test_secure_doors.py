@@ -128,7 +128,7 @@ NOT_TO_HEAR = [
     f"{PREFIX}.>", f"{PREFIX}.log.>", f"{PREFIX}.log.0.rival.*", f"{PREFIX}.infer.>", f"{PREFIX}.infer.acme.>",
     f"{PREFIX}.infer.rival.>", f"{PREFIX}.cancel.>", f"{PREFIX}.status.acme.*", f"{PREFIX}.jobs.>",
     f"{PREFIX}.wake.>", f"{PREFIX}.ended.>", f"{PREFIX}.dead.>", f"{PREFIX}.ctl.>", f"{PREFIX}.tokenize.>",
-    f"{PREFIX}.monitor.state", "$KV.>", f"{KV_WORKERS}.>", f"{KV_CONFIG}.>", "$JS.>", "$JS.API.>",
+    f"{PREFIX}.monitor.state", f"{PREFIX}.metrics", "$KV.>", f"{KV_WORKERS}.>", f"{KV_CONFIG}.>", "$JS.>", "$JS.API.>",
     "$JS.EVENT.ADVISORY.>", "$JS.ACK.>", "$SRV.>", "$SRV.PING", "$SYS.>", "$SYS.ACCOUNT.>",
 ]  # fmt: skip
 
@@ -167,7 +167,7 @@ NOT_TO_SAY = [
     f"$JS.ACK.{JOBS_ONE}.{CONSUMER}.1.1.1.0.0",
     NAMES.infer("acme", "chat", ONE), NAMES.cancel("acme", JOB), NAMES.status("acme", JOB), NAMES.log("acme", JOB),
     NAMES.log("rival", JOB), NAMES.ended("acme", JOB), NAMES.jobs(ONE, QueueName()), NAMES.wake(ONE, QueueName()),
-    NAMES.ctl("w1"), NAMES.dead("acme", ONE, JOB), NAMES.tokenize(ONE), NAMES.monitor_state(),
+    NAMES.ctl("w1"), NAMES.dead("acme", ONE, JOB), NAMES.tokenize(ONE), NAMES.monitor_state(), NAMES.metrics(),
     NAMES.job_inbox("acme", JOB), "_INBOX._svc.router.x.y", f"{KV_WORKERS}.w1", f"{KV_CONFIG}.tenants.rival",
     f"{KV_CONFIG}.models.{ONE}", f"$KV.{NAMES.usage_bucket}.acme", "$SRV.PING", "$SRV.INFO.headrace-router",
     "$SYS.REQ.SERVER.PING", "$SYS.REQ.USER.INFO", "$SYS.REQ.ACCOUNT.HEADRACE.CONNZ",

@@ -24,6 +24,7 @@ from headrace.schemas.subjects import DEFAULT_TENANT
 from headrace.settings import Settings
 from tests.deployment import until
 from tests.processes import part, serving
+from tests.scraping import scrape
 from tests.secured import ACME, SecuredBroker, secured_broker, worker
 
 ONE, TWO, IDLE = "one", "org/two.0", "idle"
@@ -34,11 +35,14 @@ NUM_TOKENS = 40
 class Stack:
     """The parts as processes, and a client of tenant `acme`."""
 
-    def __init__(self, broker: SecuredBroker, client: Client, workers: dict[str, ChildProcess], port: int) -> None:
+    def __init__(
+        self, broker: SecuredBroker, client: Client, workers: dict[str, ChildProcess], port: int, monitor_port: int
+    ) -> None:
         self.broker = broker
         self.client = client
         self.workers = workers
         self.port = port
+        self.monitor_port = monitor_port
 
     async def headrace(self, *arguments: str) -> str:
         """Run a command as the operator; what it prints."""
@@ -62,6 +66,8 @@ async def stack(tmp_path: Path, prefix: str) -> AsyncIterator[Stack]:
     members = [ACME, *(worker(name, model) for name, model in WORKERS.items())]
     port = free_port("127.0.0.1", 0)
     assert port is not None
+    monitor_port = free_port("127.0.0.1", 0)
+    assert monitor_port is not None
     async with secured_broker(tmp_path, prefix, members, models=(ONE, TWO, IDLE)) as broker:
 
         def started(member: Member, *arguments: str, **variables: str) -> ChildProcess:
@@ -79,7 +85,13 @@ async def stack(tmp_path: Path, prefix: str) -> AsyncIterator[Stack]:
         }  # fmt: skip
         async with (
             started(ROUTER, "serve", "router"),
-            started(MONITOR, "serve", "monitor", HEADRACE_NATS_SYSTEM_CREDENTIALS=broker.credentials(NOTICES)),
+            started(
+                MONITOR,
+                "serve",
+                "monitor",
+                HEADRACE_NATS_SYSTEM_CREDENTIALS=broker.credentials(NOTICES),
+                HEADRACE_MONITOR_PORT=str(monitor_port),
+            ),
             workers["w1"],
             workers["w2"],
             workers["w3"],
@@ -90,7 +102,7 @@ async def stack(tmp_path: Path, prefix: str) -> AsyncIterator[Stack]:
         ):
             await serving(client, ONE)
             await serving(client, TWO)
-            yield Stack(broker, client, workers, port)
+            yield Stack(broker, client, workers, port, monitor_port)
 
 
 async def test_all_parts_work_and_none_is_refused_anything(stack: Stack) -> None:
@@ -101,6 +113,7 @@ async def test_all_parts_work_and_none_is_refused_anything(stack: Stack) -> None
     await check_poison(stack)
     await check_gateway(stack)
     await check_batch(stack)
+    await check_metrics(stack)
     await check_resume_after_kill(stack)
     await check_drain(stack)
     assert stack.broker.violations() == []
@@ -204,6 +217,12 @@ async def check_resume_after_kill(stack: Stack) -> None:
     assert len(set(owners)) == 2
     assert offsets == sorted(set(offsets))
     assert await stack.client.status(stream.job) is not None
+
+
+async def check_metrics(stack: Stack) -> None:
+    seen = await scrape(stack.monitor_port)
+    assert seen.values("service") == {"router", "worker", "gateway", "monitor"}
+    assert seen.values("process") >= set(WORKERS)
 
 
 async def check_drain(stack: Stack) -> None:

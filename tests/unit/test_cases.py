@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs/cases.md"
-GROUPS = ("REQ", "STR", "WRK", "NAT", "API", "OBS", "SEC")
+GROUPS = ("REQ", "MEM", "STR", "WRK", "NAT", "API", "OBS", "SEC", "OPS")
 CASE = re.compile(rf"\b(?:{'|'.join(GROUPS)})-\d+\b")
 ROW = re.compile(r"^\| ([A-Z]{3}-\d+) \| (.+?) \| (.+?) \|$", re.MULTILINE)
 LINK = re.compile(r"\[(test_\w+)\]\(\.\./(tests/\w+/test_\w+\.py)\)")
@@ -20,7 +20,9 @@ REQUIRED = [
     *(f"STR-{number}" for number in (1, 2, 3, 5, 7, 8, 9)),
     *(f"WRK-{number}" for number in (1, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13)),
     *(f"NAT-{number}" for number in range(2, 12)),
-    "OBS-5",
+    *(f"MEM-{number}" for number in (1, 2, 3, 4, 5, 7, 8, 9)),
+    *(f"OBS-{number}" for number in (1, 2, 3, 5)),
+    *(f"OPS-{number}" for number in (2, 3, 4)),
     "SEC-3",
 ]
 
@@ -35,7 +37,7 @@ def named_by_tests() -> dict[str, set[tuple[str, str]]]:
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.name.startswith("test_"):
                 continue
             head = "\n".join(lines[node.lineno - 1 : node.body[0].lineno - 1])
-            for case in CASE.findall(head + (ast.get_docstring(node) or "")):
+            for case in CASE.findall(f"{head}\n{ast.get_docstring(node) or ''}"):
                 found.setdefault(case, set()).add((path.relative_to(ROOT).as_posix(), node.name))
     return found
 

@@ -76,6 +76,7 @@ def known_subjects() -> set[str]:
         names.tokenize(model),
         names.ctl("<worker>"),
         names.monitor_state(),
+        names.metrics(),
         names.job_inbox("<tenant>", "<job>"),
         names.batch_result("<tenant>", "<batch>", 0).replace(".0", ".<line>"),
     ]

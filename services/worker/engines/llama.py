@@ -18,10 +18,12 @@ from headrace.lifecycle import ChildProcess
 from headrace.schemas.chunks import EngineChunk
 from headrace.schemas.openai import InferenceRequest
 from headrace.worker.engines.base import EngineFacts, EngineUsage, Resume
+from headrace.worker.engines.gguf import require_fit
 from headrace.worker.engines.llama_server import READY
 from headrace.worker.engines.openai import OpenAIEngine, OpenAIOptions
 from headrace.worker.engines.openmp import library_path
 from headrace.worker.engines.options import PositiveInt, Seconds
+from headrace.worker.memory import read_host_memory
 
 __all__ = ["LlamaEngine", "LlamaOptions", "find_weights"]
 
@@ -94,11 +96,12 @@ class LlamaEngine:
         return self._child.pid if self._child is not None else None
 
     async def start(self) -> None:
-        """Start the child and wait until it answers."""
+        """Start the child and wait until it answers. Raises EngineStartError where weights and context do not fit."""
         await self.stop()
         weights = find_weights(self._model, self._options.model_path)
         if importlib.util.find_spec("xllamacpp") is None:
             raise EngineStartError("llama.cpp is not installed: pip install 'headrace[llama]'")
+        await asyncio.to_thread(require_fit, weights, num_tokens=self._options.n_ctx, memory=read_host_memory())
         try:
             port = await self._start_child(weights)
             await self._attach(port)

@@ -1,0 +1,150 @@
+"""Prometheus's text of the whole deployment: what every part counted, and what the monitor sees now."""
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+import msgspec
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+
+from headrace.bus.connection import Bus
+from headrace.bus.heartbeats import WorkersView
+from headrace.bus.overview import overview
+from headrace.schemas.metrics import Family, Measured
+from headrace.schemas.overview import Overview, QueueOverview, WorkerOverview
+
+__all__ = ["Exposition", "as_text"]
+
+log = logging.getLogger(__name__)
+
+_WITHIN_S: Final = 0.5
+_QUIET_S: Final = 0.1
+_MAX_PARTS: Final = 2048
+_PLACE: Final = ("service", "process")
+
+
+class Exposition:
+    """Asks all parts at each scrape, one scrape at a time; a part that does not answer is left out of that one."""
+
+    def __init__(self, bus: Bus, view: WorkersView) -> None:
+        self._bus = bus
+        self._view = view
+        self._one_at_a_time = asyncio.Lock()
+
+    async def text(self) -> bytes:
+        """The text format, version 0.0.4. Raises BrokerError where the broker does not answer."""
+        async with self._one_at_a_time:
+            asking = asyncio.create_task(self._ask(), name="metrics of all parts")
+            try:
+                now = await overview(self._bus)
+                parts = await asking
+            finally:
+                asking.cancel()
+        return await asyncio.to_thread(as_text, parts, now)
+
+    async def _ask(self) -> list[Measured]:
+        """Until every live worker and, a moment long, nobody else has answered, or the time is over."""
+        inbox = self._bus.new_inbox()
+        answers = await self._bus.subscribe(inbox)
+        found: dict[str, Measured] = {}
+        until = time.monotonic() + _WITHIN_S
+        try:
+            await self._bus.publish(self._bus.names.metrics(), reply=inbox)
+            while (left_s := until - time.monotonic()) > 0 and len(found) < _MAX_PARTS:
+                wait_s = min(left_s, _QUIET_S) if self._have_all_workers(found.values()) else left_s
+                message = await self._bus.next_message(answers, wait_s)
+                if message is None:
+                    break
+                try:
+                    measured = msgspec.json.decode(message.data, type=Measured)
+                except msgspec.DecodeError:
+                    log.warning("an undecodable answer to a question for metrics was ignored")
+                    continue
+                found.setdefault(measured.origin, measured)
+        finally:
+            if not self._bus.nc.is_closed:
+                await answers.unsubscribe()
+        return list(found.values())
+
+    def _have_all_workers(self, found: Iterable[Measured]) -> bool:
+        answered = {measured.process for measured in found}
+        expected = [beat.worker for beat in self._view.beats.values() if beat.state in ("Ready", "Busy")]
+        return answered.issuperset(expected)
+
+
+def as_text(parts: Iterable[Measured], now: Overview) -> bytes:
+    """The metrics of the parts, each with its place as labels, and gauges of queues and workers."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collected([*_counted(parts), *_of_queues(now.queues), *_of_workers(now.workers)]))
+    return generate_latest(registry)
+
+
+class _Collected:
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._metrics
+
+
+def _counted(parts: Iterable[Measured]) -> list[Metric]:
+    metrics: dict[str, Metric] = {}
+    for part in sorted(parts, key=lambda each: (each.service, each.process)):
+        place = dict(zip(_PLACE, (part.service[:40], part.process[:120]), strict=True))
+        for family in part.families:
+            if not family.is_well_formed:
+                continue
+            metric = metrics.setdefault(family.name, Metric(family.name, family.meaning[:200], family.kind))
+            if metric.type == family.kind:
+                _add(metric, family, place)
+    return list(metrics.values())
+
+
+def _add(metric: Metric, family: Family, place: dict[str, str]) -> None:
+    for sample in family.samples:
+        if sample.is_well_formed and sample.name.startswith(family.name):
+            metric.add_sample(sample.name, {**sample.labels, **place}, sample.value)
+
+
+def _of_queues(queues: Iterable[QueueOverview]) -> list[Metric]:
+    labels = ("model", "pool", "lane")
+    queued = GaugeMetricFamily("headrace_queue_depth", "Requests that wait.", labels=labels)
+    running = GaugeMetricFamily("headrace_queue_running", "Requests handed to workers, not settled.", labels=labels)
+    oldest = GaugeMetricFamily("headrace_queue_oldest_age_seconds", "How long the oldest has waited.", labels=labels)
+    by_lane: dict[tuple[str, str, str], list[QueueOverview]] = defaultdict(list)
+    for queue in queues:
+        by_lane[queue.model, queue.pool, queue.lane].append(queue)
+    for key, members in by_lane.items():
+        queued.add_metric(key, sum(each.queued for each in members))
+        running.add_metric(key, sum(each.running for each in members))
+        oldest.add_metric(key, max(each.oldest_age_s or 0.0 for each in members))
+    return [queued, running, oldest]
+
+
+def _of_workers(workers: Iterable[WorkerOverview]) -> list[Metric]:
+    labels = ("model", "pool", "worker")
+    state = GaugeMetricFamily("headrace_worker_state", "1 for the state it is in.", labels=(*labels, "state"))
+    running = GaugeMetricFamily("headrace_worker_running", "Requests that its engine works on.", labels=labels)
+    waiting = GaugeMetricFamily("headrace_worker_waiting", "Requests it holds that do not fit now.", labels=labels)
+    slots = GaugeMetricFamily("headrace_worker_slots", "Requests it may run at once.", labels=labels)
+    kv_tokens = GaugeMetricFamily("headrace_worker_kv_tokens", "KV-cache tokens.", labels=(*labels, "kind"))
+    memory = GaugeMetricFamily(
+        "headrace_worker_memory_bytes", "Memory that its capacity is measured in.", labels=(*labels, "kind")
+    )
+    for worker in workers:
+        key = (worker.model, worker.pool, worker.id)
+        state.add_metric((*key, worker.state), 1)
+        running.add_metric(key, worker.running)
+        waiting.add_metric(key, worker.waiting)
+        slots.add_metric(key, worker.max_concurrency)
+        kv_tokens.add_metric((*key, "capacity"), worker.kv_capacity_tokens)
+        kv_tokens.add_metric((*key, "reserved"), worker.kv_reserved_tokens)
+        for kind in ("total", "free", "reserved"):
+            if (value := getattr(worker, f"memory_{kind}_bytes")) is not None:
+                memory.add_metric((*key, kind), value)
+    return [state, running, waiting, slots, kv_tokens, memory]

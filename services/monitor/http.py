@@ -1,0 +1,112 @@
+"""The monitor's HTTP port: `/metrics` for Prometheus and `/healthz`. A monitor without it guards all the same."""
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import socket
+from collections.abc import AsyncIterator
+from typing import Final
+
+from aiohttp import web
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from headrace.bus.connection import Bus
+from headrace.errors import BrokerError
+from headrace.monitor.exposition import Exposition
+
+__all__ = ["answering_http"]
+
+log = logging.getLogger(__name__)
+
+_AGAIN_S: Final = 5.0
+_BACKLOG: Final = 64
+
+
+@contextlib.asynccontextmanager
+async def answering_http(bus: Bus, exposition: Exposition) -> AsyncIterator[None]:
+    """Answer on `HEADRACE_HTTP_HOST` and `HEADRACE_MONITOR_PORT` inside this context; port 0 is any free one.
+
+    Where another has the port it is waited for: of two monitors on a machine the second answers once the first is gone.
+    """
+    async with asyncio.TaskGroup() as group:
+        serving = group.create_task(_serve(bus, exposition), name="monitor http")
+        try:
+            yield
+        finally:
+            serving.cancel()
+
+
+async def _serve(bus: Bus, exposition: Exposition) -> None:
+    with await _bound(bus.settings.http_host, bus.settings.monitor_port) as bound:
+        host, port = bound.getsockname()[:2]
+        runner = web.AppRunner(_app(bus, exposition, host), handle_signals=False, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            await web.SockSite(runner, bound).start()
+            log.info("metrics at http://%s:%d/metrics", f"[{host}]" if ":" in host else host, port)
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await runner.cleanup()
+
+
+async def _bound(host: str, port: int) -> socket.socket:
+    is_told = False
+    while True:
+        try:
+            return _bind(host, port)
+        except (OSError, UnicodeError) as error:
+            if not is_told:
+                log.warning(
+                    "no metrics: cannot listen on %s port %d: %s; trying again (HEADRACE_MONITOR_PORT names another)",
+                    host, port, error,
+                )  # fmt: skip
+                is_told = True
+        await asyncio.sleep(_AGAIN_S)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+        bound.listen(_BACKLOG)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def _app(bus: Bus, exposition: Exposition, host: str) -> web.Application:
+    is_loopback = ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+    async def metrics(request: web.Request) -> web.Response:
+        if is_loopback and not _is_local(request.host):
+            raise web.HTTPForbidden(text="ask for it by localhost or an address\n")
+        try:
+            text = await exposition.text()
+        except BrokerError as error:
+            log.info("no metrics: %s", error)
+            raise web.HTTPServiceUnavailable(text="the broker does not answer\n") from None
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    async def health(request: web.Request) -> web.Response:
+        is_well = bus.is_connected
+        return web.json_response(
+            {"status": "ok" if is_well else "the broker is not reached"}, status=200 if is_well else 503
+        )
+
+    app = web.Application(client_max_size=1024)
+    app.add_routes([web.get("/metrics", metrics), web.get("/healthz", health)])
+    return app
+
+
+def _is_local(host: str) -> bool:
+    """Whether a browser that names this host meant this machine; a name of anybody's may lead here too."""
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    if name.lower() == "localhost":
+        return True
+    try:
+        return bool(ipaddress.ip_address(name.strip("[]")))
+    except ValueError:
+        return False
