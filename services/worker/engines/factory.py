@@ -9,10 +9,11 @@ from headrace.worker.engines.llama import LlamaEngine, LlamaOptions
 from headrace.worker.engines.openai import OpenAIEngine, OpenAIOptions
 from headrace.worker.engines.options import parse_options
 from headrace.worker.engines.sim import SimEngine, SimOptions
+from headrace.worker.engines.vllm import VllmEngine, VllmOptions
 
 __all__ = ["ENGINES", "make_engine"]
 
-ENGINES: Final = ("llama", "openai", "sim")
+ENGINES: Final = ("llama", "openai", "sim", "vllm")
 """Names `make_engine` knows."""
 
 
@@ -24,4 +25,6 @@ def make_engine(kind: str, model: str, options: Mapping[str, str]) -> Engine:
         return OpenAIEngine(model, parse_options(kind, options, OpenAIOptions))
     if kind == "sim":
         return SimEngine(model, parse_options(kind, options, SimOptions))
+    if kind == "vllm":
+        return VllmEngine(model, parse_options(kind, options, VllmOptions))
     raise ConfigError(f"no engine {kind[:60]!r}; there are {', '.join(ENGINES)}")
