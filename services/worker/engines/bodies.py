@@ -39,14 +39,13 @@ def stops_to_cut(request: InferenceRequest) -> tuple[str, ...]:
     return () if request.body.get("include_stop_str_in_output") is True else request.stop
 
 
-def as_completion(request: InferenceRequest, resume: Resume, prompt_token_ids: tuple[int, ...]) -> InferenceRequest:
-    """A chat to be resumed, as the completion that goes on after exactly the tokens it had: its prompt's, and its own.
+def as_completion(request: InferenceRequest, prompt_token_ids: tuple[int, ...]) -> InferenceRequest:
+    """A request to be resumed, as the completion that can go on after exactly the tokens it had.
 
     Its text alone would be split into tokens anew, and not always into the same ones.
     """
-    kept = {key: value for key, value in request.body.items() if key not in _CHAT_ONLY}
-    prompt = [*prompt_token_ids, *resume.token_ids]
-    return msgspec.structs.replace(request, op="completions", body={**kept, "prompt": prompt})
+    kept = {key: value for key, value in request.body.items() if request.op != "chat" or key not in _CHAT_ONLY}
+    return msgspec.structs.replace(request, op="completions", body={**kept, "prompt": list(prompt_token_ids)})
 
 
 def request_body(

@@ -8,7 +8,7 @@ from headrace.schemas.openai import InferenceRequest
 from headrace.worker.engines.bodies import Dialect
 from headrace.worker.engines.http import HttpAdapter, Target
 
-__all__ = ["chat_token_ids", "count_prompt_tokens"]
+__all__ = ["count_prompt_tokens", "prompt_token_ids"]
 
 _TEMPLATE_KEYS: Final = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
@@ -36,15 +36,20 @@ async def count_prompt_tokens(
     return num_tokens
 
 
-async def chat_token_ids(
+async def prompt_token_ids(
     http: HttpAdapter, target: Target, request: InferenceRequest, *, timeout_s: float
 ) -> tuple[int, ...]:
-    """The tokens of a chat's prompt as vLLM makes them; empty if it does not tell.
+    """The tokens of a request's one prompt as vLLM makes them; empty if it does not tell.
 
     Raises `EngineError` when the server does not answer or fails.
     """
-    asked = {"model": target.model, **_template_of(request.body)}
-    tokens = (await _post(http, "/tokenize", asked, timeout_s)).get("tokens")
+    if request.op == "chat":
+        asked = _template_of(request.body)
+    elif isinstance(request.body.get("prompt"), list):
+        return tuple(request.body["prompt"])
+    else:
+        asked = {key: request.body[key] for key in ("prompt", "add_special_tokens") if key in request.body}
+    tokens = (await _post(http, "/tokenize", {"model": target.model, **asked}, timeout_s)).get("tokens")
     return tuple(tokens) if isinstance(tokens, list) and all(isinstance(each, int) for each in tokens) else ()
 
 

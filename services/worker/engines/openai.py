@@ -15,7 +15,7 @@ from headrace.schemas.chunks import EngineChunk
 from headrace.schemas.openai import InferenceRequest
 from headrace.worker.engines.base import EngineFacts, EngineUsage, KvMemory, Resume
 from headrace.worker.engines.bodies import Dialect, as_completion
-from headrace.worker.engines.counting import chat_token_ids, count_prompt_tokens
+from headrace.worker.engines.counting import count_prompt_tokens, prompt_token_ids
 from headrace.worker.engines.detect import Findings, detect
 from headrace.worker.engines.gauges import CACHE_CONFIG, steps_of, usage_of_metrics
 from headrace.worker.engines.http import HttpAdapter, Target
@@ -28,6 +28,7 @@ __all__ = ["OpenAIEngine", "OpenAIOptions", "no_capacity", "root_of_url"]
 log = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.25
+_LOOK_S: Final = 0.5
 
 
 class OpenAIOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -182,11 +183,12 @@ class OpenAIEngine:
         priority: int = 0,
     ) -> AsyncGenerator[EngineChunk, None]:
         """See `Engine.generate`."""
-        if resume is not None and request.op == "chat" and self._goes_on_by_tokens(resume):
+        if resume is not None and self._goes_on_by_tokens(resume):
             timeout_s = self._options.stall_s
-            prompt = await chat_token_ids(self._http, self._target, request, timeout_s=timeout_s)
-            request = as_completion(request, resume, prompt) if prompt else request
-            resume = msgspec.structs.replace(resume, prompt_token_ids=prompt)
+            prompt = await prompt_token_ids(self._http, self._target, request, timeout_s=timeout_s)
+            if prompt:
+                request = as_completion(request, prompt)
+                resume = msgspec.structs.replace(resume, prompt_token_ids=prompt)
         chunks = self._http.generate(
             request,
             self._target,
@@ -204,11 +206,10 @@ class OpenAIEngine:
         """From the server's metrics, where it has them; else only what this process runs there."""
         if self._findings is None or not self._findings.has_metrics:
             return EngineUsage(num_running=self._http.num_running)
-        reply = await self._http.get("/metrics", timeout_s=self._options.connect_s)
-        text = reply.body.decode(errors="replace") if reply.status == 200 else ""
+        text = await self._metrics()
         found = usage_of_metrics(text)
         if found is None:
-            raise EngineError(f"the engine's metrics cannot be read (HTTP {reply.status})")
+            raise EngineError("the engine's metrics cannot be read")
         if steps := steps_of(text):
             self._silence.note(steps, has_work=self._http.num_running > 0, now=time.monotonic())
         return msgspec.structs.replace(found, silent_s=self._silence.seconds)
@@ -247,7 +248,7 @@ class OpenAIEngine:
                         if findings.dialect is Dialect.VLLM:
                             check_version(findings.version)
                             reason = "it answers, but makes no token"
-                            await self._make_a_token(findings.served_model)
+                            await self._until_it_computes(findings.served_model)
                         return findings
                     except EngineStartError:
                         raise
@@ -260,6 +261,28 @@ class OpenAIEngine:
         except TimeoutError:
             waited_s = self._options.start_timeout_s
             raise EngineStartError(f"no engine at {self._root} after {waited_s:g} s: {reason}") from None
+
+    async def _until_it_computes(self, served_model: str) -> None:
+        """Return once it has made a token for us, or is seen to compute for others, who may be many.
+
+        Raises `EngineError` where it fails to.
+        """
+        making = asyncio.ensure_future(self._make_a_token(served_model))
+        try:
+            before = steps_of(await self._metrics())
+            while True:
+                await asyncio.wait({making}, timeout=_LOOK_S)
+                if making.done():
+                    return await making
+                if steps_of(await self._metrics()) != before:
+                    return None
+        finally:
+            making.cancel()
+            await asyncio.gather(making, return_exceptions=True)
+
+    async def _metrics(self) -> str:
+        reply = await self._http.get("/metrics", timeout_s=self._options.connect_s)
+        return reply.body.decode(errors="replace") if reply.status == 200 else ""
 
     async def _make_a_token(self, served_model: str) -> None:
         """Raises `EngineError` where that fails. A refusal is an answer too: a model may know no completions."""

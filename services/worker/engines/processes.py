@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-__all__ = ["Process", "descendants"]
+__all__ = ["Process", "descendants", "process_of"]
 
 _PROC: Final = Path("/proc")
 
@@ -28,6 +28,19 @@ class Process(NamedTuple):
         return self.state in ("Z", "X", "x")
 
 
+def process_of(pid: int) -> Process | None:
+    """That process; None if it is gone."""
+    try:
+        line = (_PROC / str(pid) / "stat").read_bytes().decode(errors="replace")
+    except OSError:
+        return None
+    # The name may hold spaces and parentheses of its own; what follows the last one is numbers.
+    head, _, rest = line.rpartition(")")
+    _, _, name = head.partition("(")
+    state, parent = rest.split()[:2]
+    return Process(pid, int(parent), name, state)
+
+
 def descendants(pid: int) -> list[Process]:
     """The process itself, its children, theirs, and so on; of a process that is gone, nothing."""
     by_parent: dict[int, list[Process]] = {}
@@ -43,16 +56,9 @@ def descendants(pid: int) -> list[Process]:
 
 def _all() -> Iterator[Process]:
     try:
-        entries = [entry for entry in _PROC.iterdir() if entry.name.isdigit()]
+        pids = [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()]
     except OSError:
         return
-    for entry in entries:
-        try:
-            line = (entry / "stat").read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        # The name may hold spaces and parentheses of its own; what follows the last one is numbers.
-        head, _, rest = line.rpartition(")")
-        _, _, name = head.partition("(")
-        state, parent = rest.split()[:2]
-        yield Process(int(entry.name), int(parent), name, state)
+    for pid in pids:
+        if (process := process_of(pid)) is not None:
+            yield process

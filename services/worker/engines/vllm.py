@@ -17,7 +17,7 @@ from headrace.worker.engines.base import EngineFacts
 from headrace.worker.engines.child import ServerChild, free_port
 from headrace.worker.engines.openai import OpenAIEngine, OpenAIOptions, no_capacity
 from headrace.worker.engines.options import PositiveInt, Seconds
-from headrace.worker.engines.processes import descendants
+from headrace.worker.engines.processes import Process, descendants, process_of
 from headrace.worker.engines.served import ServedEngine
 
 __all__ = ["VllmEngine", "VllmOptions", "serve_argv"]
@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 _GUARD: Final = "headrace.worker.engines.vllm_guard"
 _STOP_TIMEOUT_S: Final = 8.0
 """The guard's own grace for the server, and for killing what is left."""
+_CORE: Final = "VLLM::"
+"""How every process of vLLM but its server calls itself."""
+_LOOK_S: Final = 0.1
 _MAX_NUM_SEQS: Final = 256
 """Requests vLLM runs at once where nobody says: its own default on most devices, passed so that it is known."""
 _OURS: Final = frozenset({"--host", "--port", "--uds", "--served-model-name", "--headless", "--api-key", "--model"})
@@ -87,19 +90,44 @@ class VllmEngine(ServedEngine):
         super().__init__("vllm")
         self._model = model
         self._options = options
+        self._core: list[Process] = []
 
     async def check_health(self) -> None:
-        """By the server's word, by whether it computes, and by whether all its processes may run at all."""
+        """By the server's word, by whether it computes, and by whether all its processes are there and may run."""
         if self._child is not None:
             self._child.check_alive()
+            if why := self._ended():
+                raise EngineError(why)
             for process in await asyncio.to_thread(descendants, self._child.pid):
                 if process.is_stopped:
                     raise EngineError(f"{process.name} (process {process.pid}) of the vLLM server is stopped")
         await super().check_health()
 
+    async def wait_died(self) -> str:
+        """Also once a process of the engine core has ended, with the server alive and its streams still open."""
+        dying = asyncio.ensure_future(super().wait_died())
+        try:
+            while True:
+                await asyncio.wait({dying}, timeout=_LOOK_S)
+                if dying.done():
+                    return dying.result()
+                if why := self._ended():
+                    return why
+        finally:
+            dying.cancel()
+
+    def _ended(self) -> str:
+        """Which process of the engine core has ended; empty if none has."""
+        for process in self._core:
+            now = process_of(process.pid)
+            if now is None or now.has_ended:
+                return f"{process.name} (process {process.pid}) of the vLLM server ended"
+        return ""
+
     async def _launch(self) -> EngineFacts:
         """Its block pool is the capacity."""
         options = self._options
+        self._core = []
         port = free_port()
         served = serve_argv(self._model, options, port=port)
         log.info("starting %s", shlex.join(served))
@@ -130,6 +158,8 @@ class VllmEngine(ServedEngine):
         await child.until(attached.start(), timeout_s=options.start_timeout_s)
         if attached.facts.kv_capacity_tokens is None:
             raise EngineStartError(no_capacity(attached.facts.version))
+        below = await asyncio.to_thread(descendants, child.pid)
+        self._core = [each for each in below if each.name.startswith(_CORE)]
         return attached.facts
 
 

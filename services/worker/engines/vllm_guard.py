@@ -1,11 +1,10 @@
 """The child process of the `vllm` engine: it runs `vllm serve` and outlives none of its processes.
 
 `python -m headrace.worker.engines.vllm_guard PROGRAM …` runs the program and ends as it does. A vLLM server is several
-processes, and those of its engine core go on, memory and all, when the server is killed; a server goes on for a while
-when its engine core is. So the guard takes in every orphan below it, and kills all that is left when one of these
-happens: the server ends, a process of the engine core does, the worker dies (the kernel sends us SIGTERM then), or we
-are told to stop. Only SIGKILL of worker and guard at once leaves an engine core behind. The guard has no state, imports
-nothing of vLLM, and needs Linux for its promise.
+processes, and those of its engine core go on, memory and all, when the server is killed. So the guard takes in every
+orphan below it, and kills all that is left when one of these happens: the server ends, the worker dies (the kernel
+sends us SIGTERM then), or we are told to stop. Only SIGKILL of worker and guard at once leaves an engine core behind.
+The guard imports nothing of vLLM, and needs Linux for its promise.
 """
 
 import contextlib
@@ -18,26 +17,22 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from headrace.worker.engines.processes import Process, descendants
+from headrace.worker.engines.processes import descendants
 
-__all__ = ["CORE_ENDED", "main"]
-
-CORE_ENDED: Final = 70
-"""Exit code where a process of the engine core ended and its server did not."""
+__all__ = ["main"]
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
-_LOOK_S: Final = 0.1
+_LOOK_S: Final = 0.5
 _GRACE_S: Final = 2.0
 """How long the server may take to end by itself when it is told to stop."""
 _KILL_S: Final = 5.0
-_CORE: Final = "VLLM::"
-"""How every process of vLLM but its server is called (from 0.11 on)."""
+_KILL_AGAIN_S: Final = 0.01
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program until it ends, its core does, or a signal comes; the exit code."""
+    """Run the program until it ends or a signal comes; the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     worker = os.getppid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -58,8 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _watch(server: "subprocess.Popen[bytes]", worker: int) -> int:
-    """Until there is nothing to watch any more."""
-    core: dict[int, Process] = {}
+    """Until it ends, or a signal comes."""
     while True:
         told = signal.sigtimedwait(_SIGNALS, _LOOK_S)
         if told is not None and told.si_signo != signal.SIGCHLD:
@@ -68,13 +62,8 @@ def _watch(server: "subprocess.Popen[bytes]", worker: int) -> int:
             return 128 + told.si_signo
         if (code := server.poll()) is not None:
             return 128 - code if code < 0 else code
-        _reap(server.pid)
-        living = {each.pid: each for each in descendants(os.getpid()) if not each.has_ended}
-        for pid, process in core.items():
-            if pid not in living:
-                print(f"{process.name} (process {pid}) of the vLLM server ended", flush=True)
-                return CORE_ENDED
-        core.update((pid, each) for pid, each in living.items() if each.name.startswith(_CORE))
+        if told is not None:
+            _reap(server.pid)
 
 
 def _end(server: "subprocess.Popen[bytes]") -> None:
@@ -94,7 +83,7 @@ def _kill_all() -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         _reap(None)
-        time.sleep(_LOOK_S / 10)
+        time.sleep(_KILL_AGAIN_S)
 
 
 def _reap(server: int | None) -> None:
