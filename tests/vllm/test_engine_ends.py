@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.bus.heartbeats import WorkersBucket
+from headrace.lifecycle import ChildProcess
 from headrace.schemas.workers import Heartbeat
 from headrace.worker.engines.openai import OpenAIEngine, OpenAIOptions
 from headrace.worker.engines.processes import Process, descendants
@@ -114,8 +115,8 @@ async def test_a_killed_worker_leaves_no_process_and_its_streams_go_on_after_its
     async with deployment(broker_url, prefix) as running:
         await running.monitor()
         async with part(*argv, url=broker_url, prefix=prefix, state_dir=tmp_path) as first:
-            await until(lambda: has_beaten(running, "w1"), timeout_s=RESTARTED_WITHIN_S)
-            await until(lambda: running.is_ready("w1"), timeout_s=RESTARTED_WITHIN_S)
+            await until(lambda: is_ready_or_ended(running, "w1", first), timeout_s=RESTARTED_WITHIN_S)
+            assert first.returncode is None, first.tail()
             async with asyncio.TaskGroup() as group:
                 reading = group.create_task(read_all(running.client, streams))
                 await asyncio.gather(*(stream.has_some.wait() for stream in streams))
@@ -131,5 +132,5 @@ async def test_a_killed_worker_leaves_no_process_and_its_streams_go_on_after_its
     assert {worker for stream in streams for worker in stream.workers} == {"w1"}
 
 
-async def has_beaten(running: Deployment, worker: str) -> bool:
-    return await WorkersBucket(running.bus).get(worker) is not None
+async def is_ready_or_ended(running: Deployment, worker: str, process: ChildProcess) -> bool:
+    return process.returncode is not None or await running.is_ready(worker)

@@ -68,8 +68,8 @@ async def test_a_killed_worker_changes_no_text(
             await serving(running.client, MODEL)
             reading = group.create_task(read_all(running.client, streams))
             await asyncio.gather(*(stream.has_some.wait() for stream in streams))
-            await running.worker(attached(server), model=MODEL, worker="second")
             first.send_signal(signal.SIGKILL)
+            await running.worker(attached(server), model=MODEL, worker="second")
             got = await reading
     assert got == own
     assert all(stream.workers[0] == "first" for stream in streams)
