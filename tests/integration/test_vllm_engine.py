@@ -10,17 +10,21 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from headrace.bus.heartbeats import WorkersBucket
 from headrace.errors import EngineError, EngineStartError
 from headrace.schemas.openai import InferenceRequest
-from headrace.worker.engines.base import Resume
+from headrace.worker.engines.base import EngineUsage, Resume
 from headrace.worker.engines.factory import make_engine
 from headrace.worker.engines.http import HttpAdapter
 from headrace.worker.engines.openai import root_of_url
 from headrace.worker.engines.processes import Process, descendants, process_of
+from headrace.worker.engines.sim import SimEngine
+from headrace.worker.engines.sim_script import SimOptions
 from headrace.worker.engines.vllm import VllmEngine, VllmOptions
-from tests.deployment import until
+from tests.deployment import MODEL, deployment, until
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = f"{sys.executable} -m tests.fake_vllm"
@@ -218,3 +222,32 @@ async def test_what_keeps_it_from_starting_is_said(tmp_path: Path) -> None:
             pass
     with pytest.raises(EngineStartError, match="vLLM is not installed"):
         await make_engine("vllm", "m", {"command": "no-such-program"}).start()
+
+
+class _Silent(SimEngine):
+    """Says for how long it has computed nothing."""
+
+    silent_s = 0.0
+
+    async def usage(self) -> EngineUsage:
+        return msgspec.structs.replace(await super().usage(), silent_s=self.silent_s)
+
+
+async def test_a_silent_engine_is_reported_and_gets_nothing_more_until_it_computes(
+    broker_url: str, prefix: str
+) -> None:
+    engine = _Silent(MODEL, SimOptions())
+    async with deployment(broker_url, prefix) as running:
+        await running.worker(engine, worker="w1")
+
+        async def says(state: str, reason: str) -> bool:
+            seen = await WorkersBucket(running.bus).get("w1")
+            beat = seen.beat if seen is not None else None
+            return beat is not None and beat.state == state and reason in beat.reason
+
+        began = time.monotonic()
+        engine.silent_s = 4.0
+        await until(lambda: says("Busy", "computed nothing"))
+        assert time.monotonic() - began < 3
+        engine.silent_s = 0.0
+        await until(lambda: says("Ready", ""))
