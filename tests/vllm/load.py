@@ -31,9 +31,10 @@ def bodies(number: int, *, max_tokens: int, **parameters: Any) -> list[dict[str,
 
 
 class Direct:
-    """vLLM's own HTTP server."""
+    """vLLM's own HTTP server. `most_running`: the most requests it was seen to run at once while that was watched."""
 
     def __init__(self, port: int) -> None:
+        self.most_running = 0
         self.url = f"http://127.0.0.1:{port}"
         self._session: aiohttp.ClientSession | None = None
 
@@ -52,8 +53,17 @@ class Direct:
 
     async def num_preemptions(self) -> int:
         """As it counts them, since its start."""
+        return await self._figure("num_preemptions_total")
+
+    async def watch_running(self) -> None:
+        """Look several times a second how many requests it runs, until cancelled."""
+        while True:
+            self.most_running = max(self.most_running, await self._figure("num_requests_running"))
+            await asyncio.sleep(0.1)
+
+    async def _figure(self, name: str) -> int:
         async with self._http.get("/metrics") as response:
-            found = re.findall(r"^vllm:num_preemptions_total\{.*\} (\S+)", await response.text(), re.MULTILINE)
+            found = re.findall(rf"^vllm:{name}\{{.*\}} (\S+)", await response.text(), re.MULTILINE)
         return int(sum(float(each) for each in found))
 
     async def _answer(self, body: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from tests.vllm.load import MODEL, Direct, Stream, bodies, read_all
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
-STREAMS = bodies(20, max_tokens=60, ignore_eos=True)
+STREAMS = bodies(20, max_tokens=50, ignore_eos=True)
 LARGE = bodies(12, max_tokens=180, ignore_eos=True)
 """Each takes seven blocks; together more than there are."""
 
@@ -48,7 +48,12 @@ async def test_twenty_streams_at_once_have_vllms_own_text(
         assert seen.beat is not None
         assert (seen.beat.kv_capacity_tokens, seen.beat.block_size) == ((NUM_BLOCKS - 1) * BLOCK_SIZE, BLOCK_SIZE)
         assert seen.beat.kv_capacity_source == "engine"
+        server.most_running = 0
+        watching = asyncio.create_task(server.watch_running())
         assert await read_all(running.client, streams) == own
+        watching.cancel()
+    print(f"{server.most_running} streams at once")
+    assert server.most_running == len(streams)
     assert len(set(own)) == len(own)
 
 
