@@ -71,7 +71,7 @@ test: setup
 test-vllm: setup
 	@$(py) -m tests.vllm.environment $(VLLM_CACHE)
 	@echo '==> pytest'
-	@HEADRACE_VLLM_CACHE=$(VLLM_CACHE) $(py) -m pytest tests/vllm $(PYTEST_ARGS)
+	@TEST_VLLM_CACHE=$(VLLM_CACHE) $(py) -m pytest tests/vllm $(PYTEST_ARGS)
 
 soak: setup
 	@echo '==> $(SCHEDULES) random fault schedules'

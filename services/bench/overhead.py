@@ -12,6 +12,7 @@ from headrace.bench.engineload import Answered, ask_all
 from headrace.bench.figures import Distribution, distribution, in_ms, middle
 from headrace.bench.ground import Ground, Machine, ground, machine
 from headrace.bench.tables import figure
+from headrace.bench.usage import usage
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.cli.http import free_port, load_gateway
 from headrace.cli.progress import Progress
@@ -52,7 +53,9 @@ class OverheadRun(msgspec.Struct, frozen=True, kw_only=True):
 
 class OverheadResult(msgspec.Struct, frozen=True, kw_only=True):
     """What `bench overhead --json` prints. `throughput_ratio` is Headrace's median over the engine's own; `added_ms`
-    the difference of the medians to the first token of a chat that is alone.
+    the difference of the medians to the first token of a chat that is alone. `cpu_us` is the CPU time that each part of
+    Headrace took for a token while it was asked with all streams, in microseconds; what the system does not tell is
+    None.
     """
 
     machine: Machine
@@ -62,14 +65,17 @@ class OverheadResult(msgspec.Struct, frozen=True, kw_only=True):
     headrace: OverheadRun
     throughput_ratio: float
     added_ms: float
+    cpu_us: dict[str, float | None]
 
 
 class _Server:
     """One way to the engine, and what came by it."""
 
-    def __init__(self, name: str, url: str) -> None:
+    def __init__(self, name: str, url: str, pids: dict[str, int | None]) -> None:
         self.name = name
         self.url = url
+        self._pids = pids
+        self._cpu_s: list[dict[str, float | None]] = []
         self._alone: list[Answered] = []
         self._among: list[Answered] = []
         self._rates: list[float] = []
@@ -77,12 +83,23 @@ class _Server:
     async def ask(self, plan: OverheadPlan, numbers: "itertools.count[int]") -> None:
         for _ in range(plan.num_single):
             self._alone += await ask_all(self.url, plan.model, [next(numbers)], num_tokens=plan.num_tokens)
-        began = time.monotonic()
+        before, began = usage(self._pids), time.monotonic()
         among = await ask_all(
             self.url, plan.model, list(itertools.islice(numbers, plan.num_streams)), num_tokens=plan.num_tokens
         )
         self._rates.append(round(sum(each.num_tokens for each in among) / (time.monotonic() - began), 1))
+        self._cpu_s.append(usage(self._pids).since(before))
         self._among += among
+
+    @property
+    def cpu_us(self) -> dict[str, float | None]:
+        num_tokens = sum(each.num_tokens for each in self._among)
+        found: dict[str, float | None] = {}
+        for name in self._pids:
+            spent = [each[name] for each in self._cpu_s]
+            known = [each for each in spent if each is not None]
+            found[name] = round(1e6 * sum(known) / num_tokens, 1) if len(known) == len(spent) else None
+        return found
 
     @property
     def run(self) -> OverheadRun:
@@ -112,7 +129,11 @@ async def measure_overhead(
         max_concurrency=None if is_told else plan.num_streams, http_port=http_port,
     ) as field:  # fmt: skip
         port, version = await _engine_of(field)
-        servers = [_Server("engine", f"http://127.0.0.1:{port}"), _Server("headrace", f"http://127.0.0.1:{http_port}")]
+        parts: dict[str, int | None] = {part.name: part.pid for part in (*field.stack.services, *field.stack.workers)}
+        servers = [
+            _Server("engine", f"http://127.0.0.1:{port}", {}),
+            _Server("headrace", f"http://127.0.0.1:{http_port}", {**parts, "broker": field.broker.pid}),
+        ]
         numbers = itertools.count(_FIRST_NUMBER)
         for server in servers:
             progress.say(f"warming up: {server.name}")
@@ -132,6 +153,7 @@ async def measure_overhead(
         headrace=ours,
         throughput_ratio=round(ours.median / engine.median, 4),
         added_ms=round(ours.alone.p50 - engine.alone.p50, 3),
+        cpu_us=servers[1].cpu_us,
     )
 
 
@@ -159,11 +181,13 @@ def shown_overhead(result: OverheadResult) -> list[RenderableType]:
         theirs, mine = (getattr(getattr(run, field), share) for run in (engine, ours))
         sign = "+" if mine >= theirs else "-"
         rows.append((title, figure(theirs), figure(mine), f"{sign}{figure(abs(mine - theirs))}"))
+    shares = [f"{name} {figure(each)}" for name, each in result.cpu_us.items() if each is not None]
     notes = (
         f"{plan.num_streams} streams of {plan.num_tokens} tokens at once, {plan.num_single} chats alone, in each of "
         f"{plan.num_rounds} rounds; both ways in turns, over HTTP, to one process of the engine.",
         "engine: its own HTTP server. headrace: gateway, router, broker and worker before it, which take the same "
         "cores as the engine and the client.",
+        f"CPU time of Headrace for each token, in µs: {', '.join(shares) or 'not known'}.",
         str(result.machine),
     )
     return [

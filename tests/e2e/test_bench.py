@@ -112,6 +112,7 @@ async def test_the_overhead_is_measured_beside_a_real_engines_own_server(tmp_pat
         assert (run["alone"]["n"], run["among"]["n"], len(run["tokens_per_second"])) == (2, 4, 2)
         assert run["median"] == min(run["tokens_per_second"]) > 0
     assert result["throughput_ratio"] > 0
+    assert {"gateway", "router", "worker", "broker"} <= set(result["cpu_us"])
     assert result["added_ms"] == pytest.approx(
         result["headrace"]["alone"]["p50"] - result["engine"]["alone"]["p50"], abs=0.01
     )

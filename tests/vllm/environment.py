@@ -20,7 +20,7 @@ from typing import Final
 
 __all__ = ["CACHE_VARIABLE", "Environment"]
 
-CACHE_VARIABLE: Final = "HEADRACE_VLLM_CACHE"
+CACHE_VARIABLE: Final = "TEST_VLLM_CACHE"
 """Names the cache to the tests; `make test-vllm` sets it."""
 
 _VLLM: Final = "0.32.0"
