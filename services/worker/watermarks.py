@@ -35,6 +35,7 @@ class Watermarks:
     def __init__(self) -> None:
         self.is_above = False
         self.is_silent = False
+        self._num_preemptions: int | None = None
 
     @property
     def reason(self) -> str:
@@ -56,6 +57,11 @@ class Watermarks:
         elif kv_usage_ratio >= HIGH_WATER:
             self.is_above = True
         return self.is_above != was_above
+
+    def note_preemptions(self, number: int | None) -> int:
+        """Take in how many the engine counted since its start; how many there are more than last time."""
+        known, self._num_preemptions = self._num_preemptions, number
+        return max(0, number - known) if number is not None and known is not None else 0
 
     async def follow(self, engine: Engine, *, is_up: Callable[[], bool], changed: Callable[[], None]) -> None:
         """Ask the engine twice a second, until cancelled.
@@ -79,6 +85,10 @@ class Watermarks:
                     changed()
                 continue
             num_unreadable = 0
+            if num_more := self.note_preemptions(usage.num_preemptions):
+                log.warning(
+                    "the engine preempted %d requests: others ask it too, or it holds less than it says", num_more
+                )
             if self.note_silence(usage.silent_s):
                 log.warning("%s", self.reason if self.is_silent else "the engine computes again")
                 changed()

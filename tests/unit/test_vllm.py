@@ -103,6 +103,11 @@ def test_a_silent_engine_gets_nothing_more() -> None:
     assert marks.reason == ""
 
 
+def test_preemptions_are_told_as_they_rise() -> None:
+    marks = Watermarks()
+    assert [marks.note_preemptions(number) for number in (4, 4, 6, None, 2, 3, 0)] == [0, 0, 2, 0, 0, 1, 0]
+
+
 def test_a_chat_goes_on_as_a_completion_of_its_tokens() -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "seed": 3, "logprobs": False, "min_p": 0.1, "tools": []}
     chat = InferenceRequest(op="chat", body=body, stop=("!",))
