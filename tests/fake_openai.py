@@ -75,7 +75,9 @@ def usage(prompt: int, new: int) -> bytes:
 class FakeOpenAI:
     """Plays `scripts` in order to whatever is posted below `/v1`, and keeps what was asked.
 
-    `pages` are the other answers, by path: a status and a body (JSON, or text if it is a string).
+    `pages` are the other answers, by path: a status and a body (JSON, or text if it is a string). A completion that is
+    not to be streamed asks whether tokens are made at all: those are counted, and answered with `token_status`
+    once `makes_tokens` is set, as it is at first.
     """
 
     def __init__(self, *, models: Sequence[dict[str, Any]] = ({"id": "served", "owned_by": "someone"},)) -> None:
@@ -86,6 +88,10 @@ class FakeOpenAI:
         self.posted: list[tuple[str, dict[str, Any]]] = []
         self.connections: set[object] = set()
         self.num_aborted = 0
+        self.num_token_probes = 0
+        self.token_status = 200
+        self.makes_tokens = asyncio.Event()
+        self.makes_tokens.set()
         self.aborted = asyncio.Event()
         self._runner: web.AppRunner | None = None
         self.url = ""
@@ -116,7 +122,12 @@ class FakeOpenAI:
         return web.json_response(body, status=status)
 
     async def _play(self, request: web.Request) -> web.StreamResponse:
-        self.bodies.append(await request.json())
+        body = await request.json()
+        if request.path == "/v1/completions" and not body.get("stream"):
+            self.num_token_probes += 1
+            await self.makes_tokens.wait()
+            return web.json_response({"choices": [{"text": "a"}]}, status=self.token_status)
+        self.bodies.append(body)
         self.headers.append(request.headers)
         self.connections.add(request.transport)
         playing = self.scripts.popleft()

@@ -9,10 +9,12 @@ from headrace.bench.failover import KINDS, measure_failover, shown_failover
 from headrace.bench.ground import measure
 from headrace.bench.httpedge import measure_http, shown_http
 from headrace.bench.httpload import StreamPlan
+from headrace.bench.overhead import OverheadPlan, measure_overhead, shown_overhead
 from headrace.bench.relay import measure_relay, shown_relay
 from headrace.bench.simulate import simulate_command
-from headrace.cli.options import with_settings
+from headrace.cli.options import parse_assignments, with_settings
 from headrace.cli.render import console
+from headrace.cli.serve import DEFAULT_MODEL
 from headrace.settings import Settings
 
 __all__ = ["bench"]
@@ -24,7 +26,8 @@ _json = click.option("--json", "as_json", is_flag=True, help="One JSON object, w
 def bench() -> None:
     """Measure a deployment of its own: real broker, real processes, the simulated engine.
 
-    All but `simulate`, which starts nothing and compares policies in virtual time.
+    All but `overhead`, which has a real engine, and `simulate`, which starts nothing and compares policies in virtual
+    time.
 
     Nothing that runs already is touched, and nothing is left behind. HEADRACE_* variables apply to what is measured, so
     HEADRACE_HEARTBEAT_S=0.2 shows what a faster heartbeat does.
@@ -148,6 +151,44 @@ def http(settings: Settings, streams: int, pace: int, rate: int, seconds: float,
     plan = StreamPlan(num_streams=streams, pace=pace, rate=rate, seconds=seconds)
     result = measure(lambda progress: measure_http(settings, progress, plan=plan, num_workers=workers))
     _show(result, shown_http(result), as_json=as_json)
+
+
+@bench.command()
+@click.option(
+    "--engine", type=click.Choice(["llama", "vllm"]), default="llama", show_default=True, help="Started for it."
+)
+@click.option("--model", metavar="NAME", default=DEFAULT_MODEL, show_default=True, help="The model's name.")
+@click.option("--streams", type=click.IntRange(1, 1000), default=8, show_default=True, help="Streams at once.")
+@click.option("--tokens", type=click.IntRange(1, 100_000), default=64, show_default=True, help="Tokens of each.")
+@click.option("--single", type=click.IntRange(1, 1000), default=5, show_default=True, help="Chats alone, each round.")
+@click.option("--rounds", type=click.IntRange(1, 100), default=4, show_default=True, help="Repetitions, in turns.")
+@click.option(
+    "-o", "--option", "options", multiple=True, callback=parse_assignments, metavar="KEY=VALUE",
+    help="An option of the engine; repeatable.",
+)  # fmt: skip
+@_json
+@with_settings
+def overhead(
+    settings: Settings,
+    engine: str,
+    model: str,
+    streams: int,
+    tokens: int,
+    single: int,
+    rounds: int,
+    options: dict[str, str],
+    as_json: bool,
+) -> None:
+    """What Headrace adds before a real engine: time to the first token, and throughput.
+
+    The same chats go to the engine's own HTTP server and through gateway, router, broker and worker, in turns, in one
+    run and to one engine process.
+    """
+    plan = OverheadPlan(
+        engine=engine, model=model, num_streams=streams, num_tokens=tokens, num_single=single, num_rounds=rounds
+    )
+    result = measure(lambda progress: measure_overhead(settings, progress, plan=plan, options=options))
+    _show(result, shown_overhead(result), as_json=as_json)
 
 
 bench.add_command(simulate_command)

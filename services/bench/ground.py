@@ -81,18 +81,20 @@ async def ground(
     progress: Progress,
     *,
     options: dict[str, str],
+    engine: str = "sim",
+    model: str = MODEL,
     num_workers: int = 1,
-    max_concurrency: int = 64,
+    max_concurrency: int | None = 64,
     has_notices: bool = True,
     http_port: int | None = None,
 ) -> AsyncIterator[Ground]:
-    """A deployment with the simulated engine on a broker and a directory of its own; all of it is gone at the end.
+    """A deployment on a broker and a directory of its own; all of it is gone at the end.
 
-    With `http_port` it has a gateway there. Settings from the environment apply to its parts. Where it fails, the last
-    lines of its parts are printed.
+    With the simulated engine, unless another is named. With `http_port` it has a gateway there. Settings from the
+    environment apply to its parts. Where it fails, the last lines of its parts are printed.
     """
     plan = Plan(
-        model=MODEL, engine="sim", num_workers=num_workers, max_concurrency=max_concurrency, options=options,
+        model=model, engine=engine, num_workers=num_workers, max_concurrency=max_concurrency, options=options,
         has_notices=has_notices, http_port=http_port,
     )  # fmt: skip
     lines: deque[str] = deque(maxlen=_NUM_KEPT_LINES)

@@ -21,7 +21,7 @@ __all__ = ["DEFAULT_MODEL", "serve"]
 DEFAULT_MODEL: Final = "smollm2-135m"
 """What the `llama` engine serves when no model is named."""
 
-_KV_TOKENS_OPTION: Final = {"llama": "n_ctx", "openai": "kv_tokens", "sim": "kv_tokens"}
+_KV_TOKENS_OPTION: Final = {"llama": "n_ctx", "openai": "kv_tokens", "sim": "kv_tokens", "vllm": "kv_tokens"}
 
 _log_format = click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 
@@ -104,6 +104,7 @@ def worker(
     headrace serve worker --engine openai --engine-url http://localhost:8000 --model NAME --max-concurrency 32
     headrace serve worker --engine openai --engine-url http://localhost:8000 --model NAME \\
         --kv-layout 32,8,128,2 --memory-device gpu --memory-reserve 4GiB
+    headrace serve worker --engine vllm --model NAME -o model_path=/models/NAME -o args="--dtype bfloat16"
     headrace serve worker --engine sim --model test -o tokens_per_second=100
     """  # noqa: D301  # click reads the backspaces
     from headrace.worker.worker import WorkerOptions, run_worker

@@ -30,6 +30,8 @@ __all__ = ["Plan", "Stack", "running_stack"]
 
 _LOOK_S: Final = 0.05
 _READY_WITHIN_S: Final = 180.0
+_VLLM_READY_WITHIN_S: Final = 960.0
+"""vLLM loads and compiles for many minutes; its engine gives up before that."""
 _STOP_TIMEOUT_S: Final = 8.0
 _SYSTEM_URL: Final = "HEADRACE_NATS_SYSTEM_URL"
 _STOP_MARGIN_S: Final = 5.0
@@ -92,11 +94,12 @@ class Stack:
         self.workers = workers
         self.add_worker = add_worker
 
-    async def wait_ready(self, stop: asyncio.Event, *, num_workers: int = 1, within_s: float = _READY_WITHIN_S) -> bool:
+    async def wait_ready(self, stop: asyncio.Event, *, num_workers: int = 1) -> bool:
         """Return once a request would be answered, and so many workers are there: True, or False if `stop` came first.
 
         Raises what kept a part from starting: HeadraceError with its last words, EngineStartError of a failed engine.
         """
+        within_s = _VLLM_READY_WITHIN_S if self.plan.engine == "vllm" else _READY_WITHIN_S
         try:
             async with asyncio.timeout(within_s):
                 is_ready = (

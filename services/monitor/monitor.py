@@ -152,9 +152,9 @@ def _log_change(change: Change) -> None:
 
 
 def _shown(beat: Heartbeat) -> str:
-    """The state, and what goes with it: the reason of a failure, what it can hold where it works."""
-    if beat.state == "Failed" and beat.reason:
-        return f"Failed: {beat.reason}"
+    """The state, and what goes with it: the reason where it takes nothing, what it can hold where it works."""
+    if beat.reason:
+        return f"{beat.state}: {beat.reason}"
     if beat.state == "Ready":
         return (
             f"Ready, engine {beat.engine}, {beat.kv_capacity_tokens} KV tokens, {beat.max_concurrency} requests at most"

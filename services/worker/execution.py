@@ -24,6 +24,7 @@ from headrace.schemas.openai_chunks import ChunkEncoder, decode_chunk
 from headrace.schemas.refusals import Refusal
 from headrace.schemas.responses import ResponseAssembler
 from headrace.schemas.states import JobState
+from headrace.schemas.subjects import Lane
 from headrace.telemetry import Span, inference_result, inference_span
 from headrace.worker.appending import Appended, Ended, Fenced, LogWriter, TooLarge
 from headrace.worker.deltas import DeltaFlow
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 _TOO_LARGE: Final = Refusal(
     code="engine_error", message="the answer, or a piece of it, is larger than one message of the broker can be"
 )
+_PRIORITIES: Final[dict[Lane, int]] = {"high": -1, "normal": 0, "low": 1}
+"""Of an engine, where less comes first. 0 is what an engine takes a request for that tells none."""
 _ID_PREFIX: Final = {"chat": "chatcmpl-", "completions": "cmpl-", "embeddings": "embd-"}
 
 StopReason = Literal["ended", "fenced", "drain", "stalled", "engine_died"]
@@ -228,6 +231,7 @@ class Execution:
                 max_tokens=num_left,
                 request_id=f"{claimed.job.job}-{claimed.state.attempt}",
                 resume=resume,
+                priority=_PRIORITIES[claimed.delivery.queue.lane],
             )
             self.last_progress = time.monotonic()
             async with contextlib.aclosing(pieces):
@@ -272,7 +276,12 @@ class Execution:
         if not self._assembler.num_tokens:
             return None
         choice = self._assembler.choice()
-        return Resume(text=choice.text, token_ids=choice.token_ids, num_tokens=self._assembler.num_tokens)
+        return Resume(
+            text=choice.text,
+            token_ids=choice.token_ids,
+            num_tokens=self._assembler.num_tokens,
+            has_reasoning=bool(choice.reasoning),
+        )
 
     def _on_refused(self, refused: Ended | Fenced | TooLarge) -> None:
         self._refused = refused

@@ -39,9 +39,9 @@ class Gate:
     is fetched leaves room for them until their patience is at an end; from then on they count as kept back.
 
     Nothing else reserves, so what runs and what was let in is always within the ledger's capacity. Whoever entered
-    leaves again, let in or not. `on_change` is called when somebody begins or ends to wait. Above the
-    high-water mark of `marks` nobody is let in; call `look` when room was made otherwise. While it `is_paused` nobody
-    is let in either, and everybody at the gate is to be handed back.
+    leaves again, let in or not. `on_change` is called when somebody begins or ends to wait. Above the high-water mark
+    of `marks`, or while those say that the engine is silent, nobody is let in; call `look` when room was made
+    otherwise. While it `is_paused` nobody is let in either, and everybody at the gate is to be handed back.
     """
 
     def __init__(self, ledger: Ledger, *, ageing_s: float, on_change: Callable[[], None]) -> None:
@@ -63,7 +63,7 @@ class Gate:
     @property
     def room(self) -> Room:
         """The worker's room now."""
-        return self._ledger.room(is_above_high_water=self.marks.is_above)
+        return self._ledger.room(is_above_high_water=self.marks.is_above or self.marks.is_silent)
 
     @property
     def waiters(self) -> list[Waiter]:

@@ -327,7 +327,7 @@ class Worker:
 
     def _room_changed(self) -> None:
         if self._is_up():
-            self._set_state("Ready" if self._has_slots() else "Busy")
+            self._set_state("Ready" if self._has_slots() else "Busy", self._gate.marks.reason)
         if self._startable_tokens() != self._told_tokens:
             self._heart.changed()
         self._puller.look()
@@ -476,6 +476,7 @@ class Worker:
                 continue
             break
         self._engine_run += 1
+        self._gate.marks.note_silence(0.0)
         self._gate.resume()
         self._set_state("Ready")
         self._puller.look()

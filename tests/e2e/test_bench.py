@@ -1,6 +1,7 @@
 """`headrace bench` as a user runs it: small measurements, and one that is interrupted."""
 
 import asyncio
+import importlib.util
 import json
 import os
 import signal
@@ -101,6 +102,20 @@ async def test_the_http_edge_is_measured_beside_the_engines_own_server(tmp_path:
         assert 0 < run["tokens_per_second"] <= 6 * 10 * 1.5
         assert run["late"]["min"] == 0
     assert {"gateway", "worker", "broker", "router", "client"} <= set(result["gateway"]["cpu_us"])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="needs headrace[llama]")
+async def test_the_overhead_is_measured_beside_a_real_engines_own_server(tmp_path: Path) -> None:
+    result = await result_of(tmp_path, "overhead", "--streams", "2", "--tokens", "6", "--single", "1", "--rounds", "2")
+    assert result["version"].startswith("llama ")
+    for run in (result["engine"], result["headrace"]):
+        assert (run["alone"]["n"], run["among"]["n"], len(run["tokens_per_second"])) == (2, 4, 2)
+        assert run["median"] == min(run["tokens_per_second"]) > 0
+    assert result["throughput_ratio"] > 0
+    assert {"gateway", "router", "worker", "broker"} <= set(result["cpu_us"])
+    assert result["added_ms"] == pytest.approx(
+        result["headrace"]["alone"]["p50"] - result["engine"]["alone"]["p50"], abs=0.01
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")

@@ -294,7 +294,13 @@ async def test_a_failing_dependency_is_retried_after_growing_pauses(broker_url: 
             self._until = time.monotonic() + seconds
 
         async def generate(
-            self, request: InferenceRequest, *, max_tokens: int, request_id: str, resume: Resume | None = None
+            self,
+            request: InferenceRequest,
+            *,
+            max_tokens: int,
+            request_id: str,
+            resume: Resume | None = None,
+            priority: int = 0,
         ) -> AsyncGenerator[EngineChunk, None]:
             if time.monotonic() < self._until:
                 raise EngineError("what the engine depends on is away")

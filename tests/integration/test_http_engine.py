@@ -542,6 +542,51 @@ async def test_resuming_chat() -> None:
     assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
 
 
+async def test_vllm_goes_on_after_exactly_the_tokens_it_had() -> None:
+    resume = Resume(text="It said", token_ids=(7, 8), num_tokens=2)
+    requests = [chat_request(chat_template_kwargs={"a": 1}, seed=3), text_request("once")]
+    async with FakeOpenAI(models=VLLM) as fake, attached(fake) as engine:
+        fake.pages["/tokenize"] = (200, {"count": 3, "tokens": [1, 2, 3]})
+        for request in requests:
+            fake.scripts.append(script(completion("!", finish="stop", token_ids=[9]), DONE))
+            assert text_of(await collect(engine, request, max_tokens=3, resume=resume)) == "!"
+        reasoned = Resume(text="It said", token_ids=(7, 8), num_tokens=2, has_reasoning=True)
+        fake.scripts.append(script(chat("!", finish="stop"), DONE))
+        await collect(engine, requests[0], max_tokens=3, resume=reasoned)
+    assert [body.get("prompt") for body in fake.bodies] == [[1, 2, 3, 7, 8], [1, 2, 3, 7, 8], None]
+    assert (fake.bodies[0]["seed"], "messages" in fake.bodies[0]) == (3, False)
+    assert fake.bodies[2]["messages"][-1] == {"role": "assistant", "content": "It said"}
+    assert [(path, body.get("messages") is None) for path, body in fake.posted] == [
+        ("/tokenize", False), ("/tokenize", True),
+    ]  # fmt: skip
+
+
+async def test_vllm_is_up_once_it_makes_tokens_or_is_seen_to_compute() -> None:
+    async with FakeOpenAI(models=VLLM) as fake:
+        fake.token_status = 500
+        with pytest.raises(EngineStartError, match="HTTP 500 to a completion of one token"):
+            async with attached(fake, start_timeout_s=0.5):
+                pass
+        fake.token_status = 404  # it may know no completions
+        async with attached(fake):
+            pass
+        fake.makes_tokens.clear()
+        with pytest.raises(EngineStartError, match="it answers, but makes no token"):
+            async with attached(fake, start_timeout_s=0.5):
+                pass
+
+        async def computes() -> None:
+            number = 0
+            while True:
+                number += 1
+                fake.pages["/metrics"] = (200, f"vllm:num_requests_running 9\nvllm:generation_tokens_total {number}\n")
+                await asyncio.sleep(0.01)
+
+        computing = asyncio.create_task(computes())
+        async with attached(fake):
+            computing.cancel()
+
+
 async def test_resuming_completions() -> None:
     assert (await resumed_body(text_request("once"), Resume(text=" upon")))["prompt"] == "once upon"
     by_ids = Resume(text=" upon", token_ids=(7,), prompt_token_ids=(1, 2))

@@ -76,7 +76,13 @@ class StubEngine:
         self._hung.set()
 
     async def generate(
-        self, request: InferenceRequest, *, max_tokens: int, request_id: str, resume: Resume | None = None
+        self,
+        request: InferenceRequest,
+        *,
+        max_tokens: int,
+        request_id: str,
+        resume: Resume | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[EngineChunk, None]:
         world = self._world
         job, _, attempt = request_id.rpartition("-")

@@ -44,23 +44,31 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 class EngineUsage(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's own live figures; they only correct the worker's ledger, they never admit.
 
-    The memory figures are of one that allocates as it goes and knows what it could still have.
+    The memory figures are of one that allocates as it goes and knows what it could still have. `num_preemptions` is
+    what the engine counted since its start: requests whose memory was taken for others. `silent_s` is for how long it
+    has not computed a step though it has work, as far as that can be seen from its figures.
     """
 
     num_running: int = 0
     num_waiting: int = 0
+    num_preemptions: int | None = None
+    silent_s: float = 0.0
     kv_usage_ratio: float | None = None
     memory_free_bytes: int | None = None
     memory_total_bytes: int | None = None
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True):
-    """What earlier attempts already sent of choice 0; the engine goes on after it."""
+    """What earlier attempts already sent of choice 0; the engine goes on after it.
+
+    `has_reasoning`: part of it was no text of the answer, so `token_ids` say more than `text`.
+    """
 
     text: str
     token_ids: tuple[int, ...] = ()
     prompt_token_ids: tuple[int, ...] = ()
     num_tokens: int = 0
+    has_reasoning: bool = False
 
 
 class Engine(Protocol):
@@ -88,13 +96,22 @@ class Engine(Protocol):
         ...
 
     def generate(
-        self, request: InferenceRequest, *, max_tokens: int, request_id: str, resume: Resume | None = None
+        self,
+        request: InferenceRequest,
+        *,
+        max_tokens: int,
+        request_id: str,
+        resume: Resume | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[EngineChunk, None]:
         """Run one request; `max_tokens` new tokens at most (what is left of it, on resume).
 
         A chunk with nothing in it is a sign of life, such as progress in reading a long prompt. A stop string is never
         in the text, not even in part. A resumed answer goes on after `resume.text` and repeats neither it nor the
         role; its usage is this attempt's alone. `EngineRequestError` with `not_resumable` where it cannot go on.
+
+        Where the engine has requests wait, those of the lowest `priority` come first, and are preempted last; one that
+        knows no priorities takes no notice.
         """
         ...
 

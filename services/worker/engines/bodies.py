@@ -3,17 +3,27 @@
 import enum
 from typing import Any, Final
 
+import msgspec
+
 from headrace.errors import EngineRequestError
 from headrace.schemas.openai import InferenceRequest
 from headrace.schemas.refusals import Refusal
 from headrace.worker.engines.base import Resume
 
-__all__ = ["PATHS", "Dialect", "request_body", "stops_to_cut"]
+__all__ = ["PATHS", "Dialect", "as_completion", "request_body", "stops_to_cut"]
 
 PATHS: Final = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "embeddings": "/v1/embeddings"}
 """Path of each operation below the server's root."""
 
-_OURS: Final = ("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "stop")
+_OURS: Final = ("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "stop", "priority")
+_CHAT_ONLY: Final = frozenset(
+    {
+        "messages", "tools", "tool_choice", "functions", "function_call", "parallel_tool_calls", "response_format",
+        "logprobs", "top_logprobs", "echo", "add_generation_prompt", "continue_final_message", "add_special_tokens",
+        "chat_template", "chat_template_kwargs", "documents", "reasoning_effort", "include_reasoning",
+    }
+)  # fmt: skip
+"""What a completion does not know, or takes for something else. Its part in the prompt is in the prompt's tokens."""
 
 
 class Dialect(enum.StrEnum):
@@ -29,6 +39,15 @@ def stops_to_cut(request: InferenceRequest) -> tuple[str, ...]:
     return () if request.body.get("include_stop_str_in_output") is True else request.stop
 
 
+def as_completion(request: InferenceRequest, prompt_token_ids: tuple[int, ...]) -> InferenceRequest:
+    """A request to be resumed, as the completion that can go on after exactly the tokens it had.
+
+    Its text alone would be split into tokens anew, and not always into the same ones.
+    """
+    kept = {key: value for key, value in request.body.items() if request.op != "chat" or key not in _CHAT_ONLY}
+    return msgspec.structs.replace(request, op="completions", body={**kept, "prompt": list(prompt_token_ids)})
+
+
 def request_body(
     request: InferenceRequest,
     *,
@@ -36,6 +55,7 @@ def request_body(
     dialect: Dialect,
     max_tokens: int,
     wants_token_ids: bool = False,
+    priority: int = 0,
     resume: Resume | None = None,
 ) -> dict[str, Any]:
     """The body to post: the client's, with model, limit, stops and streaming set by us.
@@ -55,6 +75,8 @@ def request_body(
         body["stop"] = list(request.stop)
     if wants_token_ids:
         body["return_token_ids"] = True
+    if priority:
+        body["priority"] = priority
     if dialect is Dialect.LLAMA:
         body["return_progress"] = True  # a long prompt is otherwise silent for as long as it is read
     return body

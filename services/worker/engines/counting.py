@@ -8,7 +8,7 @@ from headrace.schemas.openai import InferenceRequest
 from headrace.worker.engines.bodies import Dialect
 from headrace.worker.engines.http import HttpAdapter, Target
 
-__all__ = ["count_prompt_tokens"]
+__all__ = ["count_prompt_tokens", "prompt_token_ids"]
 
 _TEMPLATE_KEYS: Final = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
@@ -36,6 +36,23 @@ async def count_prompt_tokens(
     return num_tokens
 
 
+async def prompt_token_ids(
+    http: HttpAdapter, target: Target, request: InferenceRequest, *, timeout_s: float
+) -> tuple[int, ...]:
+    """The tokens of a request's one prompt as vLLM makes them; empty if it does not tell.
+
+    Raises `EngineError` when the server does not answer or fails.
+    """
+    if request.op == "chat":
+        asked = _template_of(request.body)
+    elif isinstance(request.body.get("prompt"), list):
+        return tuple(request.body["prompt"])
+    else:
+        asked = {key: request.body[key] for key in ("prompt", "add_special_tokens") if key in request.body}
+    tokens = (await _post(http, "/tokenize", {"model": target.model, **asked}, timeout_s)).get("tokens")
+    return tuple(tokens) if isinstance(tokens, list) and all(isinstance(each, int) for each in tokens) else ()
+
+
 def _prompts(request: InferenceRequest) -> Iterator[str | list[int]]:
     """Each prompt of a completions or embeddings body: one or several, as text or as token ids."""
     prompts: Any = request.body.get("input" if request.op == "embeddings" else "prompt")
@@ -44,12 +61,16 @@ def _prompts(request: InferenceRequest) -> Iterator[str | list[int]]:
 
 
 async def _count_chat(http: HttpAdapter, target: Target, body: dict[str, Any], timeout_s: float) -> int | None:
-    asked = {key: body[key] for key in _TEMPLATE_KEYS if body.get(key) is not None}
+    asked = _template_of(body)
     if target.dialect is Dialect.VLLM:
         return _count_of(await _post(http, "/tokenize", {"model": target.model, **asked}, timeout_s), "count")
     rendered = await _post(http, "/apply-template", asked, timeout_s)
     prompt = rendered.get("prompt")
     return await _count_text(http, target, prompt, timeout_s) if isinstance(prompt, str) else None
+
+
+def _template_of(body: dict[str, Any]) -> dict[str, Any]:
+    return {key: body[key] for key in _TEMPLATE_KEYS if body.get(key) is not None}
 
 
 async def _count_text(http: HttpAdapter, target: Target, text: str, timeout_s: float) -> int | None:

@@ -9,7 +9,7 @@ from headrace.worker.engines.options import parse_options
 
 __all__ = ["ENGINES", "make_engine"]
 
-ENGINES: Final = ("llama", "openai", "sim")
+ENGINES: Final = ("llama", "openai", "sim", "vllm")
 """Names `make_engine` knows."""
 
 
@@ -27,4 +27,8 @@ def make_engine(kind: str, model: str, options: Mapping[str, str]) -> Engine:
         from headrace.worker.engines.sim import SimEngine, SimOptions
 
         return SimEngine(model, parse_options(kind, options, SimOptions))
+    if kind == "vllm":
+        from headrace.worker.engines.vllm import VllmEngine, VllmOptions
+
+        return VllmEngine(model, parse_options(kind, options, VllmOptions))
     raise ConfigError(f"no engine {kind[:60]!r}; there are {', '.join(ENGINES)}")

@@ -45,6 +45,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     dialect: Dialect = Dialect.OTHER
     wants_token_ids: bool = False
+    takes_priority: bool = False
 
 
 class Reply(NamedTuple):
@@ -138,6 +139,7 @@ class HttpAdapter:
         request_id: str,
         num_prompt_tokens: int,
         resume: Resume | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[EngineChunk, None]:
         """`Engine.generate` against `target`; `num_prompt_tokens` is used if the server sends no usage."""
         body = request_body(
@@ -146,6 +148,7 @@ class HttpAdapter:
             dialect=target.dialect,
             max_tokens=max_tokens,
             wants_token_ids=target.wants_token_ids,
+            priority=priority if target.takes_priority else 0,
             resume=resume,
         )
         self.num_running += 1

@@ -7,22 +7,20 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
 
-from headrace.errors import EngineError, EngineStartError
-from headrace.lifecycle import ChildProcess
-from headrace.schemas.chunks import EngineChunk
-from headrace.schemas.openai import InferenceRequest
-from headrace.worker.engines.base import EngineFacts, EngineUsage, Resume
+from headrace.errors import EngineStartError
+from headrace.worker.engines.base import EngineFacts
+from headrace.worker.engines.child import ServerChild
 from headrace.worker.engines.gguf import require_fit
 from headrace.worker.engines.llama_server import READY
 from headrace.worker.engines.openai import OpenAIEngine, OpenAIOptions
 from headrace.worker.engines.openmp import library_path
 from headrace.worker.engines.options import PositiveInt, Seconds
+from headrace.worker.engines.served import ServedEngine
 from headrace.worker.memory import read_host_memory
 
 __all__ = ["LlamaEngine", "LlamaOptions", "find_weights"]
@@ -74,87 +72,31 @@ def find_weights(model: str, model_path: str | None) -> Path:
     raise EngineStartError(f"the weights of {model} are not installed: {command}")
 
 
-class LlamaEngine:
+class LlamaEngine(ServedEngine):
     """A llama.cpp server that lives and dies with this process; its death is `wait_died`."""
 
     def __init__(self, model: str, options: LlamaOptions) -> None:
+        super().__init__("llama")
         self._model = model
         self._options = options
-        self._child: ChildProcess | None = None
-        self._attached: OpenAIEngine | None = None
         self._libraries: tempfile.TemporaryDirectory[str] | None = None
-        self._facts = EngineFacts(name="llama")
 
-    @property
-    def facts(self) -> EngineFacts:
-        """The whole context is the KV capacity, in blocks of one token."""
-        return self._facts
+    async def stop(self) -> None:
+        """End the child, generating or not."""
+        libraries, self._libraries = self._libraries, None
+        try:
+            await super().stop()
+        finally:
+            if libraries is not None:
+                libraries.cleanup()
 
-    @property
-    def pid(self) -> int | None:
-        """Process id of the server; None while there is none."""
-        return self._child.pid if self._child is not None else None
-
-    async def start(self) -> None:
-        """Start the child and wait until it answers. Raises EngineStartError where weights and context do not fit."""
-        await self.stop()
+    async def _launch(self) -> EngineFacts:
+        """The whole context is the KV capacity, in blocks of one token. Refused where weights and context do not fit."""
         weights = find_weights(self._model, self._options.model_path)
         if importlib.util.find_spec("xllamacpp") is None:
             raise EngineStartError("llama.cpp is not installed: pip install 'headrace[llama]'")
         await asyncio.to_thread(require_fit, weights, num_tokens=self._options.n_ctx, memory=read_host_memory())
-        try:
-            port = await self._start_child(weights)
-            await self._attach(port)
-        except BaseException:
-            await self.stop()
-            raise
-
-    async def count_prompt_tokens(self, request: InferenceRequest) -> int:
-        """By the model's own template and tokenizer."""
-        return await self._running.count_prompt_tokens(request)
-
-    def generate(
-        self, request: InferenceRequest, *, max_tokens: int, request_id: str, resume: Resume | None = None
-    ) -> AsyncGenerator[EngineChunk, None]:
-        """See `Engine.generate`."""
-        return self._running.generate(request, max_tokens=max_tokens, request_id=request_id, resume=resume)
-
-    async def usage(self) -> EngineUsage:
-        """Running and waiting requests; llama.cpp does not tell how full its cache is."""
-        return await self._running.usage()
-
-    async def check_health(self) -> None:
-        """By the child's being there and its `/health`."""
-        if self._child is not None and self._child.returncode is not None:
-            raise EngineError(_death(self._child, self._child.returncode))
-        await self._running.check_health()
-
-    async def wait_died(self) -> str:
-        """The child's exit code and last lines, once it has ended."""
-        if self._child is None:
-            return "the llama.cpp server was not started"
-        child = self._child
-        return _death(child, await child.wait())
-
-    async def stop(self) -> None:
-        """End the child, generating or not."""
-        attached, self._attached = self._attached, None
-        child, self._child = self._child, None
-        libraries, self._libraries = self._libraries, None
-        try:
-            if attached is not None:
-                await attached.stop()
-        finally:
-            if child is not None:
-                await child.stop()
-            if libraries is not None:
-                libraries.cleanup()
-
-    @property
-    def _running(self) -> OpenAIEngine:
-        if self._attached is None:
-            raise EngineError("the llama engine is not started")
-        return self._attached
+        return await self._attach(await self._start_child(weights))
 
     async def _start_child(self, weights: Path) -> int:
         """The port the child listens on."""
@@ -171,32 +113,19 @@ class LlamaEngine:
         argv += ["--slots", str(options.max_concurrency), "--threads", str(options.threads)]
         self._libraries = tempfile.TemporaryDirectory(prefix="headrace-lib-")
         found = library_path(Path(self._libraries.name))
-        child = self._child = ChildProcess(
+        child = self._child = ServerChild(
             argv,
             name="llama.cpp server",
             env={**os.environ, "LD_LIBRARY_PATH": found} if found is not None else None,
             on_line=on_line,
-            stop_timeout_s=2.0,
         )
-        await child.__aenter__()
-        died = asyncio.ensure_future(child.wait())
-        try:
-            await asyncio.wait({ready, died}, timeout=options.start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            died.cancel()
-            await asyncio.gather(died, return_exceptions=True)
-        if ready.done():
-            return ready.result()
-        if child.returncode is not None:
-            raise EngineStartError(_death(child, child.returncode))
-        raise EngineStartError(
-            f"the llama.cpp server was not ready after {options.start_timeout_s:g} s:\n{child.tail()}"
-        )
+        await child.start()
+        return await child.until(ready, timeout_s=options.start_timeout_s)
 
-    async def _attach(self, port: int) -> None:
+    async def _attach(self, port: int) -> EngineFacts:
         options = self._options
         # llama.cpp closes every connection after a stream without saying so.
-        self._attached = OpenAIEngine(
+        attached = self._attached = OpenAIEngine(
             self._model,
             OpenAIOptions(
                 url=f"http://127.0.0.1:{port}",
@@ -211,16 +140,10 @@ class LlamaEngine:
             name="llama",
             can_keep_alive=False,
         )
-        await self._attached.start()
-        facts = self._attached.facts
-        self._facts = msgspec.structs.replace(
+        await attached.start()
+        facts = attached.facts
+        return msgspec.structs.replace(
             facts,
             version=importlib.metadata.version("xllamacpp"),
             max_model_len=min(facts.max_model_len or options.n_ctx, options.n_ctx),
         )
-
-
-def _death(child: ChildProcess, code: int) -> str:
-    how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-    tail = "\n".join(child.tail().splitlines()[-8:])
-    return f"the llama.cpp server {how}:\n{tail}" if tail else f"the llama.cpp server {how}"

@@ -1,7 +1,9 @@
 """The `openai` engine: attaches to a running OpenAI-compatible server by its URL."""
 
 import asyncio
+import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator
 from typing import Annotated, Final
 
@@ -12,18 +14,21 @@ from headrace.errors import ConfigError, EngineError, EngineStartError
 from headrace.schemas.chunks import EngineChunk
 from headrace.schemas.openai import InferenceRequest
 from headrace.worker.engines.base import EngineFacts, EngineUsage, KvMemory, Resume
-from headrace.worker.engines.bodies import Dialect
-from headrace.worker.engines.counting import count_prompt_tokens
+from headrace.worker.engines.bodies import Dialect, as_completion
+from headrace.worker.engines.counting import count_prompt_tokens, prompt_token_ids
 from headrace.worker.engines.detect import Findings, detect
-from headrace.worker.engines.gauges import usage_of_metrics
+from headrace.worker.engines.gauges import CACHE_CONFIG, steps_of, usage_of_metrics
 from headrace.worker.engines.http import HttpAdapter, Target
 from headrace.worker.engines.options import PositiveInt, Seconds
+from headrace.worker.engines.silence import Silence
+from headrace.worker.engines.vllm_versions import check_version
 
-__all__ = ["OpenAIEngine", "OpenAIOptions", "root_of_url"]
+__all__ = ["OpenAIEngine", "OpenAIOptions", "no_capacity", "root_of_url"]
 
 log = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.25
+_LOOK_S: Final = 0.5
 
 
 class OpenAIOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,7 +38,9 @@ class OpenAIOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `token_ids` asks for token ids with the text (only vLLM knows how to). `start_timeout_s` is how long the server
     may take to come up. `kv_bytes_per_token` is for a server that allocates its KV cache as it goes and tells no
     capacity: free memory of `memory_device` less `memory_reserve_bytes` bounds what runs (see `KvMemory`). The device
-    is never guessed. `keeps_memory` is for one that holds on to what requests allocated.
+    is never guessed. `keeps_memory` is for one that holds on to what requests allocated. `priority`: it is a vLLM with
+    `--scheduling-policy priority`, and is told what goes first. `hang_s` is for how long vLLM may compute no step while
+    it has work of ours before it counts as hanging.
     """
 
     url: str
@@ -48,8 +55,10 @@ class OpenAIOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_model_len: PositiveInt | None = None
     block_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)] | None = None
     token_ids: bool | None = None
+    priority: bool = False
     connect_s: Seconds = 5.0
     stall_s: Seconds = 30.0
+    hang_s: Seconds = 20.0
     start_timeout_s: Seconds = 120.0
 
     def __post_init__(self) -> None:
@@ -90,6 +99,14 @@ def root_of_url(url: str) -> URL:
     return root.with_query(None).with_fragment(None).with_path(path or "/")
 
 
+def no_capacity(version: str) -> str:
+    """What to say of a vLLM whose metrics tell no block size and number of blocks."""
+    return (
+        f"vLLM {version or 'of unknown version'} tells no capacity: {CACHE_CONFIG} with block_size and num_gpu_blocks "
+        "is not in its /metrics; run it without --disable-log-stats, or tell the capacity (kv_tokens)"
+    )
+
+
 class OpenAIEngine:
     """An attached server. It never dies by itself, as nobody here owns its process: `check_health` tells."""
 
@@ -109,6 +126,7 @@ class OpenAIEngine:
         )
         self._findings: Findings | None = None
         self._target = Target(model=model)
+        self._silence = Silence()
         self._facts = EngineFacts(name=name)
 
     @property
@@ -117,10 +135,13 @@ class OpenAIEngine:
         return self._facts
 
     async def start(self) -> None:
-        """Wait until the server answers, and find out what it is."""
+        """Wait until the server answers, and find out what it is. A vLLM must have made a token, too: its server
+        answers for an engine core that does not.
+        """
         await self._http.open()
+        self._silence = Silence()
         try:
-            self._findings = findings = await self._detect()
+            self._findings = findings = await self._until_answering()
         except BaseException:
             await self._http.close()
             raise
@@ -130,6 +151,7 @@ class OpenAIEngine:
             model=findings.served_model,
             dialect=findings.dialect,
             wants_token_ids=is_vllm if options.token_ids is None else options.token_ids,
+            takes_priority=is_vllm and options.priority,
         )
         self._facts = EngineFacts(
             name=self._name,
@@ -142,6 +164,8 @@ class OpenAIEngine:
             max_num_seqs=options.max_concurrency or findings.max_num_seqs,
             port=self._root.port,
         )
+        if is_vllm and self._facts.kv_capacity_tokens is None and options.kv_memory is None:
+            log.warning("%s", no_capacity(findings.version))
 
     async def count_prompt_tokens(self, request: InferenceRequest) -> int:
         """By the tokenizer of vLLM or llama.cpp; with any other server the request's own estimate."""
@@ -149,35 +173,57 @@ class OpenAIEngine:
         counted = await count_prompt_tokens(self._http, self._target, request, timeout_s=timeout_s)
         return request.num_prompt_tokens_estimate if counted is None else counted
 
-    def generate(
-        self, request: InferenceRequest, *, max_tokens: int, request_id: str, resume: Resume | None = None
+    async def generate(
+        self,
+        request: InferenceRequest,
+        *,
+        max_tokens: int,
+        request_id: str,
+        resume: Resume | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[EngineChunk, None]:
         """See `Engine.generate`."""
-        return self._http.generate(
+        if resume is not None and self._goes_on_by_tokens(resume):
+            timeout_s = self._options.stall_s
+            prompt = await prompt_token_ids(self._http, self._target, request, timeout_s=timeout_s)
+            if prompt:
+                request = as_completion(request, prompt)
+                resume = msgspec.structs.replace(resume, prompt_token_ids=prompt)
+        chunks = self._http.generate(
             request,
             self._target,
             max_tokens=max_tokens,
             request_id=request_id,
             num_prompt_tokens=request.num_prompt_tokens_estimate,
             resume=resume,
+            priority=priority,
         )
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
 
     async def usage(self) -> EngineUsage:
         """From the server's metrics, where it has them; else only what this process runs there."""
         if self._findings is None or not self._findings.has_metrics:
             return EngineUsage(num_running=self._http.num_running)
-        reply = await self._http.get("/metrics", timeout_s=self._options.connect_s)
-        found = usage_of_metrics(reply.body.decode(errors="replace")) if reply.status == 200 else None
+        text = await self._metrics()
+        found = usage_of_metrics(text)
         if found is None:
-            raise EngineError(f"the engine's metrics cannot be read (HTTP {reply.status})")
-        return found
+            raise EngineError("the engine's metrics cannot be read")
+        if steps := steps_of(text):
+            self._silence.note(steps, has_work=self._http.num_running > 0, now=time.monotonic())
+        return msgspec.structs.replace(found, silent_s=self._silence.seconds)
 
     async def check_health(self) -> None:
-        """By `/health`, or by `/v1/models` (any status below 500) where the server has no `/health`."""
+        """By `/health`, or by `/v1/models` (any status below 500) where the server has no `/health`; and by whether
+        vLLM computed anything lately, as `usage` saw it.
+        """
         path = self._findings.health_path if self._findings is not None else "/health"
         reply = await self._http.get(path, timeout_s=self._options.connect_s)
         if reply.status != 200 and (path == "/health" or reply.status >= 500):
             raise EngineError(f"the engine's health is HTTP {reply.status}")
+        if self._silence.seconds > self._options.hang_s:
+            raise EngineError(f"the engine has work and computed nothing for {self._silence.seconds:.0f} s")
 
     async def wait_died(self) -> str:
         """Never returns."""
@@ -188,14 +234,22 @@ class OpenAIEngine:
         """Close the connections; the server itself goes on."""
         await self._http.close()
 
-    async def _detect(self) -> Findings:
+    def _goes_on_by_tokens(self, resume: Resume) -> bool:
+        return self._target.dialect is Dialect.VLLM and bool(resume.token_ids) and not resume.has_reasoning
+
+    async def _until_answering(self) -> Findings:
         reason = "nothing tried"
         is_told = False
         try:
             async with asyncio.timeout(self._options.start_timeout_s):
                 while True:
                     try:
-                        return await detect(self._http, model=self._model, served_model=self._options.served_model)
+                        findings = await detect(self._http, model=self._model, served_model=self._options.served_model)
+                        if findings.dialect is Dialect.VLLM:
+                            check_version(findings.version)
+                            reason = "it answers, but makes no token"
+                            await self._until_it_computes(findings.served_model)
+                        return findings
                     except EngineStartError:
                         raise
                     except EngineError as error:
@@ -207,3 +261,32 @@ class OpenAIEngine:
         except TimeoutError:
             waited_s = self._options.start_timeout_s
             raise EngineStartError(f"no engine at {self._root} after {waited_s:g} s: {reason}") from None
+
+    async def _until_it_computes(self, served_model: str) -> None:
+        """Return once it has made a token for us, or is seen to compute for others, who may be many.
+
+        Raises `EngineError` where it fails to.
+        """
+        making = asyncio.ensure_future(self._make_a_token(served_model))
+        try:
+            before = steps_of(await self._metrics())
+            while True:
+                await asyncio.wait({making}, timeout=_LOOK_S)
+                if making.done():
+                    return await making
+                if steps_of(await self._metrics()) != before:
+                    return None
+        finally:
+            making.cancel()
+            await asyncio.gather(making, return_exceptions=True)
+
+    async def _metrics(self) -> str:
+        reply = await self._http.get("/metrics", timeout_s=self._options.connect_s)
+        return reply.body.decode(errors="replace") if reply.status == 200 else ""
+
+    async def _make_a_token(self, served_model: str) -> None:
+        """Raises `EngineError` where that fails. A refusal is an answer too: a model may know no completions."""
+        body = {"model": served_model, "prompt": "a", "max_tokens": 1}
+        reply = await self._http.post("/v1/completions", body, timeout_s=self._options.start_timeout_s)
+        if reply.status >= 500 and reply.status != 501:
+            raise EngineError(f"the engine answers HTTP {reply.status} to a completion of one token")

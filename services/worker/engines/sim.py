@@ -104,7 +104,13 @@ class SimEngine:
         self._wake_all()
 
     async def generate(
-        self, request: InferenceRequest, *, max_tokens: int, request_id: str, resume: Resume | None = None
+        self,
+        request: InferenceRequest,
+        *,
+        max_tokens: int,
+        request_id: str,
+        resume: Resume | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[EngineChunk, None]:
         """See `Engine.generate`."""
         self.num_calls += 1
