@@ -91,7 +91,7 @@ class LlamaEngine(ServedEngine):
                 libraries.cleanup()
 
     async def _launch(self) -> EngineFacts:
-        """The whole context is the KV capacity, in blocks of one token. Refused where weights and context do not fit."""
+        """The whole context is the capacity, in blocks of one token. Refused where it and the weights do not fit."""
         weights = find_weights(self._model, self._options.model_path)
         if importlib.util.find_spec("xllamacpp") is None:
             raise EngineStartError("llama.cpp is not installed: pip install 'headrace[llama]'")
