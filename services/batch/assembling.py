@@ -97,13 +97,16 @@ class Assembler:
 
     async def discard(self, record: BatchRecord, *, epoch: int) -> None:
         """Remove the files that a runner wrote in vain. What cannot be removed now expires."""
-        for kind in ("output", "error"):
-            with contextlib.suppress(RequestError, BrokerError):
-                await self._files.remove(record.tenant, file_id(record, kind, epoch))
+        with contextlib.suppress(BrokerError):
+            await self._bar(record, epoch)
 
     async def _remove_earlier(self, record: BatchRecord) -> None:
         for epoch in range(max(1, record.epoch - _NUM_EARLIER), record.epoch):
-            await self.discard(record, epoch=epoch)
+            await self._bar(record, epoch)
+
+    async def _bar(self, record: BatchRecord, epoch: int) -> None:
+        for kind in ("output", "error"):
+            await self._files.bar(record.tenant, file_id(record, kind, epoch))
 
     def _input(self, record: BatchRecord) -> AsyncIterator[bytes]:
         return self._files.read(record.tenant, record.input_file_id)

@@ -94,9 +94,13 @@ class Files:
         await self._records.add_file(record, ttl_s=bytes_ttl_s or ttl_s)
         return record
 
+    async def bar(self, tenant: Tenant, file: str) -> None:
+        """Remove a file that may be there, or be on its way. Raises BrokerError."""
+        await self._records.remove_file(tenant, file)
+        await self._objects.remove(object_name(tenant, file))
+
     async def _remove(self, file: FileRecord) -> None:
-        await self._records.remove_file(file.tenant, file.id)
-        await self._objects.remove(object_name(file.tenant, file.id))
+        await self.bar(Tenant(file.tenant), file.id)
 
 
 class Upload:

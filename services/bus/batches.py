@@ -7,10 +7,11 @@ from typing import Final, TypeVar
 import msgspec
 
 from headrace.bus.batchget import batch_each
-from headrace.bus.connection import ApiRefused, Bus, Refused, Stored, Unknown
+from headrace.bus.connection import ApiRefused, Bus, Refused, Stored
 from headrace.bus.keyvalue import Bucket, KeyValue
 from headrace.bus.surely import store_surely
 from headrace.errors import BrokerUnavailableError
+from headrace.lifecycle import Backoff
 from headrace.schemas import subjects
 from headrace.schemas.batch_lines import LineResult
 from headrace.schemas.batches import BatchRecord, FileRecord, Lease
@@ -19,6 +20,8 @@ from headrace.schemas.subjects import is_job_id
 __all__ = ["BatchChange", "BatchRecords", "BatchResults", "SeenBatch"]
 
 _MARKER_TTL_S: Final = 60
+_AGAIN_FIRST_S: Final = 0.05
+_AGAIN_MAX_S: Final = 1.0
 _LEASE: Final = "lease"
 
 _R = TypeVar("_R", BatchRecord, FileRecord)
@@ -65,12 +68,23 @@ class BatchRecords:
         return await self._list(f"file.{tenant}.*", FileRecord)
 
     async def remove_file(self, tenant: str, file: str) -> None:
-        """Forget a file; fine if it is not there. Raises BrokerUnavailableError where that is not sure."""
-        entry = await self._bucket.get(_file_key(tenant, file))
-        if entry is not None and entry.value is not None:
-            removed = await self._bucket.remove(entry.key, expected_revision=entry.revision, ttl_s=_MARKER_TTL_S)
-            if isinstance(removed, Unknown):
-                raise BrokerUnavailableError(f"file {file} may be there still: {removed.reason}")
+        """Forget a file. What is under way to make it known is refused for a minute, also if it was not known yet.
+
+        Raises BrokerUnavailableError where that is not sure.
+        """
+        key = _file_key(tenant, file)
+        tries = Backoff(first_s=_AGAIN_FIRST_S, max_s=_AGAIN_MAX_S, for_s=self._bus.settings.retry_for_s)
+        while True:
+            entry = await self._bucket.get(key)
+            if entry is not None and entry.value is None:
+                return
+            revision = entry.revision if entry is not None else 0
+            removed = await self._bucket.remove(key, expected_revision=revision, ttl_s=_MARKER_TTL_S)
+            if isinstance(removed, Stored):
+                return
+            if tries.is_over:
+                raise BrokerUnavailableError(f"file {file} may be there still: {removed}")
+            await tries.pause()
 
     async def add_batch(self, record: BatchRecord) -> bool:
         """Make a batch known; False if there is one of its id, perhaps this one, whose answer was lost.

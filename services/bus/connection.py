@@ -318,6 +318,18 @@ class Bus:
             give_inbox(subscription)
         return subscription
 
+    async def leave(self, subscription: Subscription) -> None:
+        """End a subscription with a callback once that has had what was sent to it before.
+
+        Where the broker does not answer, it is ended all the same.
+        """
+        try:
+            async with asyncio.timeout(self.settings.request_timeout_s):
+                await subscription.drain()  # type: ignore[no-untyped-call]
+        except (NatsError, TimeoutError, OSError):
+            with contextlib.suppress(NatsError):
+                await subscription.unsubscribe()
+
     async def next_message(self, subscription: Subscription, timeout_s: float) -> Msg | None:
         """The next message of a subscription without a callback, for one reader at a time; None if none came in time.
 

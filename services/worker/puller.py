@@ -170,7 +170,8 @@ class Puller:
         finally:
             with contextlib.suppress(BrokerError):
                 await self._standby.close()
-            await self._leave()
+            with contextlib.suppress(BrokerError):
+                await self._leave()
 
     def _has_room(self) -> bool:
         return not self._is_stopped and self._fetchable_tokens() > 0
@@ -354,7 +355,15 @@ class Puller:
     async def _leave(self) -> None:
         membership, self._membership = self._membership, None
         if membership is not None and not self._bus.nc.is_closed:
-            await membership.unsubscribe()
+            await self._bus.leave(membership)  # a wake that is under way is passed on
+        await self._pass_on()
+
+    async def _pass_on(self) -> None:
+        """Wake others for what we were woken for and could not take: they may have room, and nobody told them."""
+        woken, self._woken = self._woken, {}
+        for queue, number in woken.items():
+            for _ in range(min(number, _MAX_BATCH)):
+                await self._queue.wake(queue, {HDR_PASSED: "1"})
 
     async def _on_wake(self, message: Message) -> None:
         queue = QueueName.from_subject(message.subject)

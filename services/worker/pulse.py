@@ -38,7 +38,8 @@ class Pulse:
     the last one it was given. If the loop hands over none for `stuck_after_s` it is not busy but stuck: the thread
     stops beating, and the worker is declared dead like any other that hangs.
 
-    `on_lost` runs in the worker's loop when the registration was lost; `failed` is set when the heart cannot go on.
+    In the worker's loop `on_lost` runs when the registration was lost, `on_fresh` when a beat was stored after
+    `is_fresh` was denied; `failed` is set when the heart cannot go on.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Pulse:
         compose: Callable[[], Heartbeat],
         new_epoch: Callable[[], str],
         on_lost: Callable[[], None],
+        on_fresh: Callable[[], None],
         stuck_after_s: float,
     ) -> None:
         self._settings = bus.settings
@@ -58,6 +60,8 @@ class Pulse:
         self._compose = compose
         self._new_epoch = new_epoch
         self._on_lost = on_lost
+        self._on_fresh = on_fresh
+        self._was_denied = False
         self._stuck_after_s = stuck_after_s
         self._composed: tuple[int, Heartbeat] | None = None
         self._next_number = 0
@@ -87,7 +91,9 @@ class Pulse:
     @property
     def is_fresh(self) -> bool:
         """Whether the last acknowledged beat is younger than half the TTL; a worker that is not must not fetch."""
-        return self._heart is not None and self._heart.is_fresh
+        is_fresh = self._heart is not None and self._heart.is_fresh
+        self._was_denied = self._was_denied or not is_fresh
+        return is_fresh
 
     def changed(self) -> int:
         """Compose a beat and send it soon; returns its number. Changes of one turn of the loop share a beat."""
@@ -140,6 +146,9 @@ class Pulse:
         claims, self._claims = self._claims, []
         for stored in claims:
             _resolve(stored)
+        if self._was_denied and self._heart is not None and self._heart.is_fresh:
+            self._was_denied = False
+            self._on_fresh()
 
     async def start(self) -> None:
         """Register and begin to beat. Raises what keeps the worker from registering."""

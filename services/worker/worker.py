@@ -93,6 +93,7 @@ class Worker:
         self._state: WorkerState = "Starting"
         self._reason = ""
         self._engine_run = 0
+        self._is_draining = False
         self._has_warned = False
         self._told_tokens = 0
         self._ledger = Ledger(capacity_tokens=options.kv_tokens, max_concurrency=options.max_concurrency or 1)
@@ -102,6 +103,7 @@ class Worker:
             compose=self._beat,
             new_epoch=lambda: uuid.uuid4().hex[:12],
             on_lost=self._on_lost,
+            on_fresh=lambda: self._puller.look(),
             stuck_after_s=self._settings.stall_s,
         )
         self._held = HeldSet(self._heart.changed)
@@ -233,6 +235,7 @@ class Worker:
 
     async def _drain(self, pulling: asyncio.Task[None]) -> None:
         """Fetch nothing more, finish what fits in the grace period, hand the rest back."""
+        self._is_draining = True
         self._set_state("Draining")
         self._puller.stop()
         await pulling
@@ -348,6 +351,8 @@ class Worker:
         )
 
     def _set_state(self, state: WorkerState, reason: str = "") -> None:
+        if self._is_draining and state != "Failed":  # whatever its engine does, it takes nothing more
+            state = "Draining"
         if (state, reason) != (self._state, self._reason):
             self._state, self._reason = state, reason
             self._heart.changed()

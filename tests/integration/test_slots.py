@@ -15,6 +15,6 @@ async def test_a_worker_takes_no_more_than_it_has_slots_for(broker_url: str, pre
         async with asyncio.TaskGroup() as group:
             for reading in readings:
                 group.create_task(reading.read(running.client))
-            await asyncio.gather(*(reading.started.wait() for reading in readings))
-            # Four slots, four jobs of three seconds: all have started, so none has ended yet.
+            await asyncio.gather(*(reading.first_token.wait() for reading in readings))
+            # Four slots, four jobs of three seconds: all have begun, so none has ended yet.
             assert [engine.num_running for engine in engines] == [2, 2]

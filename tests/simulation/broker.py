@@ -548,6 +548,9 @@ class ModelBroker:
         if stream is None or consumer is None:
             self._answer(reply, b"", {"Status": "503"})
             return
+        if "idle_heartbeat" in payload:
+            self._answer(reply, b"", {"Status": "400"})
+            return
         message = self._next(stream, consumer)
         if message is not None:
             self._deliver_job(stream, consumer, message, reply)

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 
 from headrace.discipline.placement import Placement
@@ -25,6 +26,8 @@ from tests.simulation.world import World, play
 
 _NUM_SEEDS: dict[Kind, int] = {"calm": 10, "faults": 24, "kills": 6, "hangs": 6}
 _NUM_TO_CATCH = 40
+_CALM_IDLE_S = 0.2
+"""What undisturbed runs stay below (179 ms in 300 of them), so that less than a broken promise is noticed."""
 
 
 @pytest.mark.timeout(36_000)
@@ -131,9 +134,9 @@ def test_a_broken_bound_is_noticed(broken: dict[str, Any], kind: Kind, problem: 
         for name, value in broken.items():
             stack.enter_context(patch(name, value))
         with pytest.raises(Violation, match=problem):
-            _play_seeds(kind, range(_NUM_TO_CATCH))
+            _play_seeds(kind, range(_NUM_TO_CATCH), **({"max_idle_s": _CALM_IDLE_S} if kind == "calm" else {}))
 
 
-def _play_seeds(kind: Kind, seeds: range) -> None:
+def _play_seeds(kind: Kind, seeds: range, **changes: float) -> None:
     for seed in seeds:
-        require_no_problem(draw(seed, kind))
+        require_no_problem(msgspec.structs.replace(draw(seed, kind), **changes))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.bus.jobqueue import Delivery
-from headrace.schemas.subjects import Names, QueueName
+from headrace.schemas.subjects import HDR_PASSED, Names, QueueName
 from headrace.worker.puller import Puller
 
 NAMES = Names(prefix="headrace.v1")
@@ -26,6 +26,7 @@ class Queues:
         self.room = room
         self.asked: list[tuple[int, int]] = []
         self.sequence = 0
+        self.passed_on: list[QueueName] = []
 
     async def counts(self) -> dict[QueueName, int]:
         return dict(self.waiting)
@@ -36,8 +37,10 @@ class Queues:
         self.waiting[queue] = self.waiting.get(queue, 0) - number
         return [self._delivery(queue) for _ in range(number)]
 
-    async def wake(self, *_: object) -> None:
+    async def wake(self, queue: QueueName, headers: dict[str, str]) -> None:
         """Somebody else is told; there is nobody."""
+        assert HDR_PASSED in headers
+        self.passed_on.append(queue)
 
     def _delivery(self, queue: QueueName) -> Delivery:
         self.sequence += 1
@@ -52,8 +55,7 @@ class Queues:
 
 
 class Membership:
-    async def unsubscribe(self) -> None:
-        pass
+    """Of the wake group."""
 
 
 def played(waiting: dict[QueueName, int], *, room: int, wakes: int) -> tuple[Queues, list[Delivery]]:
@@ -68,8 +70,15 @@ def played(waiting: dict[QueueName, int], *, room: int, wakes: int) -> tuple[Que
     async def subscribe(*_: Any, **__: Any) -> Membership:
         return Membership()
 
+    async def leave(_: Membership) -> None:
+        pass
+
     bus = SimpleNamespace(
-        names=NAMES, clock=SimpleNamespace(now=lambda: 0.0), subscribe=subscribe, nc=SimpleNamespace(is_closed=False)
+        names=NAMES,
+        clock=SimpleNamespace(now=lambda: 0.0),
+        subscribe=subscribe,
+        leave=leave,
+        nc=SimpleNamespace(is_closed=False),
     )
     puller = Puller(
         bus,  # type: ignore[arg-type]
@@ -98,6 +107,13 @@ def test_a_fetch_never_asks_for_more_than_there_is_room_for(num_waiting: int, ro
     queues, taken = played({NORMAL: num_waiting}, room=room, wakes=wakes)
     assert all(limit <= min(free, MAX_BATCH) for limit, free in queues.asked)
     assert len(taken) == min(num_waiting, room)
+
+
+@given(st.integers(1, 60), st.integers(1, 60))
+def test_what_was_announced_and_found_no_room_is_announced_to_others(room: int, wakes: int) -> None:
+    """Wakes fall where they fall: one worker may get all, beside another with room that nobody told."""
+    queues, taken = played({NORMAL: wakes}, room=room, wakes=wakes)
+    assert queues.passed_on == [NORMAL] * min(wakes - len(taken), MAX_BATCH)
 
 
 def test_what_was_announced_is_fetched_together() -> None:

@@ -52,8 +52,7 @@ class Queues:
 
 
 class Membership:
-    async def unsubscribe(self) -> None:
-        pass
+    """Of the wake group."""
 
 
 def puller_of(queues: Queues, taken: list[Delivery], *, room: int, pool: str = "default") -> Puller:
@@ -62,10 +61,14 @@ def puller_of(queues: Queues, taken: list[Delivery], *, room: int, pool: str = "
     async def subscribe(*_: Any, **__: Any) -> Membership:
         return Membership()
 
+    async def leave(_: Membership) -> None:
+        pass
+
     bus = SimpleNamespace(
         names=Names(prefix="headrace.v1"),
         clock=SimpleNamespace(now=lambda: NOW),
         subscribe=subscribe,
+        leave=leave,
         nc=SimpleNamespace(is_closed=False),
     )
     lending = PoolConfig(name="lender", lends_to=("default",))
