@@ -37,8 +37,8 @@ _LOOK_S: Final = 1.0
 """Longest wait for a push before it looks by itself."""
 
 
-async def run_monitor(bus: Bus, *, stop: asyncio.Event) -> None:
-    """Watch until `stop` is set.
+async def run_monitor(bus: Bus, *, stop: asyncio.Event, has_http: bool = False) -> None:
+    """Watch until `stop` is set; with `has_http` also answer `/metrics` and `/healthz`.
 
     Goes on through a broker's restart. Raises BrokerError where the broker cannot be used at the start, or the
     connection was given up for good.
@@ -53,7 +53,7 @@ async def run_monitor(bus: Bus, *, stop: asyncio.Event) -> None:
         async with (
             view.running(),
             answering(bus, SERVICE_NAME, [endpoint], description="Watches Headrace's workers"),
-            answering_http(bus, Exposition(bus, view)),
+            answering_http(bus, Exposition(bus, view)) if has_http else contextlib.nullcontext(),
             _guarding(bus, view),
             Deadlines(bus).running(),
             tidying(bus),
