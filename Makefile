@@ -4,6 +4,8 @@ PYTHON ?= python3
 UV := uv==0.13.9
 LOCK_FLAGS ?=
 PYTEST_ARGS ?=
+# Tests mostly wait: so many processes keep two cores busy.
+PROCESSES ?= 3
 SCHEDULES ?= 1000
 
 py := .venv/bin/python
@@ -18,7 +20,7 @@ help:
 	@echo 'Headrace: LLM requests over NATS JetStream.'
 	@echo
 	@echo '  make demo     set up, start all parts, ask a real model, kill a worker in mid-answer'
-	@echo '  make test     set up and run every test          (PYTEST_ARGS="-k name -x" chooses)'
+	@echo '  make test     set up and run every test          (PYTEST_ARGS="-k name -x" chooses, PROCESSES=0 uses one)'
 	@echo '  make soak     play random fault schedules for a long time   (SCHEDULES=1000 says how many)'
 	@echo '  make clients  fetch the npm client that some tests need, by npm, and run these tests'
 	@echo '  make check    format, lint, types, import rules, unit and property tests'
@@ -64,7 +66,7 @@ demo: setup
 
 test: setup
 	@echo '==> pytest'
-	@$(py) -m pytest $(PYTEST_ARGS)
+	@$(py) -m pytest --numprocesses $(PROCESSES) $(PYTEST_ARGS)
 
 soak: setup
 	@echo '==> $(SCHEDULES) random fault schedules'
@@ -83,7 +85,7 @@ lint: setup
 
 check: lint
 	@echo '==> unit and property tests'
-	@$(py) -m pytest --quiet tests/unit tests/property
+	@$(py) -m pytest --quiet --numprocesses $(PROCESSES) tests/unit tests/property
 
 check-gpu: setup
 	@$(py) -m pytest -m gpu -rs tests/gpu

@@ -82,8 +82,9 @@ class Deployment:
         return part
 
     async def monitor(self, *, url: str | None = None) -> Part:
-        """Start a monitor and wait until it answers, over HTTP too where the settings name a port; `url` is another way to
-        the broker.
+        """Start a monitor and wait until it answers; `url` is another way to the broker.
+
+        It answers over HTTP too where the settings name a port.
         """
         has_http = self.settings.monitor_port != 0
         part = self._start(lambda bus, stop: run_monitor(bus, stop=stop, has_http=has_http), "monitor", url=url)
@@ -186,8 +187,11 @@ def header(message: Msg, name: str) -> str:
     return message.headers[name]
 
 
-async def until(condition: Any, *, timeout_s: float = 10.0) -> None:
-    """Wait until an async condition holds, which another process or task brings about."""
+async def until(condition: Any, *, timeout_s: float = 30.0) -> None:
+    """Wait until an async condition holds, which another process or task brings about.
+
+    The time is what a slow machine may need, not what is promised: whoever promises one measures it.
+    """
     async with asyncio.timeout(timeout_s):
         while not await condition():
             await asyncio.sleep(0.02)

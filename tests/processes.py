@@ -45,4 +45,4 @@ async def serving(client: Client, model: str) -> None:
             return False
         return True
 
-    await until(answers, timeout_s=30)
+    await until(answers)

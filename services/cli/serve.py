@@ -12,12 +12,9 @@ from headrace.cli.memory_options import memory_options
 from headrace.cli.options import parse_assignments, with_settings
 from headrace.cli.serving import LogFormat, run_part
 from headrace.errors import ConfigError
-from headrace.monitor import run_monitor
-from headrace.router import run_router
 from headrace.schemas.subjects import DEFAULT_POOL, is_model_name, is_name, is_worker_id
 from headrace.settings import Settings
 from headrace.worker.engines.factory import ENGINES, make_engine
-from headrace.worker.worker import WorkerOptions, run_worker
 
 __all__ = ["DEFAULT_MODEL", "serve"]
 
@@ -43,6 +40,8 @@ def serve() -> None:
 @with_settings
 def router(settings: Settings, log_format: LogFormat) -> None:
     """Take requests in: validate, admit, queue; answer status and cancel requests."""
+    from headrace.router import run_router  # a part imports no other: each start is that much sooner
+
     run_part("router", settings, lambda bus, stop: run_router(bus, stop=stop), log_format=log_format)
 
 
@@ -54,6 +53,8 @@ def monitor(settings: Settings, log_format: LogFormat) -> None:
 
     Prometheus finds the metrics of all parts at /metrics on HEADRACE_MONITOR_PORT; a port that is taken is waited for.
     """
+    from headrace.monitor import run_monitor
+
     run_part("monitor", settings, lambda bus, stop: run_monitor(bus, stop=stop, has_http=True), log_format=log_format)
 
 
@@ -108,6 +109,8 @@ def worker(
         --kv-layout 32,8,128,2 --memory-device gpu --memory-reserve 4GiB
     headrace serve worker --engine sim --model test -o tokens_per_second=100
     """  # noqa: D301  # click reads the backspaces
+    from headrace.worker.worker import WorkerOptions, run_worker
+
     model = model or (DEFAULT_MODEL if engine == "llama" else None)
     if model is None:
         raise click.UsageError(f"engine {engine} needs --model NAME")

@@ -33,6 +33,11 @@ class Tenants:
     def __init__(self, view: ConfigView) -> None:
         self._view = view
 
+    @property
+    def are_many(self) -> bool:
+        """Whether requests are told apart at all."""
+        return self._view.config.has_keys
+
     def authenticate(self, scope: Scope) -> Tenant:
         """The tenant of a request, which is kept in its state for `tenant_of`. Reads nothing but its headers.
 

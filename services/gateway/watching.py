@@ -1,9 +1,11 @@
 """Work for a client that may leave before it is done, in a process that may have to stop before it is done."""
 
 import asyncio
+import contextlib
 import enum
 import logging
-from collections.abc import Coroutine
+from collections import Counter
+from collections.abc import Coroutine, Iterator
 from typing import Any, Final, TypeVar
 
 from starlette.types import Receive
@@ -40,20 +42,34 @@ class OpenRequests:
     def __init__(self, *, limit: int) -> None:
         self._limit = limit
         self._num_open = 0
+        self._num_of: Counter[str] = Counter()
         self._waiting: set[asyncio.Future[Gone]] = set()
         self._is_over = False
 
-    def __enter__(self) -> None:
-        """Open one more. Raises RequestError: `rate_limited` beyond the limit, `shutting_down` after the end."""
+    @contextlib.contextmanager
+    def one_more(self, tenant: str, *, is_alone: bool) -> Iterator[None]:
+        """While inside, a tenant has one more open.
+
+        Beside others it may have as many as are free then: alone it is left half of all, and nobody can take the last
+        from the rest (the dynamic threshold of shared-memory switches, Choudhury and Hahne 1998, with factor 1).
+        Raises RequestError: `rate_limited` beyond a limit, `shutting_down` after the end.
+        """
         if self._is_over:
             raise RequestError(SHUTTING_DOWN)
-        if self._num_open >= self._limit:
-            message = f"This gateway answers {self._limit} requests at once, which is its limit; try again later."
+        num_free = self._limit - self._num_open
+        if num_free <= (0 if is_alone else self._num_of[tenant]):
+            whose = "requests" if is_alone else "of your requests"
+            message = f"This gateway answers {self._num_of[tenant]} {whose} already; try again later."
             raise RequestError(Refusal(code="rate_limited", message=message, retry_after_s=1))
         self._num_open += 1
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._num_open -= 1
+        self._num_of[tenant] += 1
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+            self._num_of[tenant] -= 1
+            if not self._num_of[tenant]:
+                del self._num_of[tenant]
 
     def end_all(self) -> None:
         """The grace period is over: whatever is still open is given up, and whatever would be opened refused."""

@@ -37,8 +37,8 @@ class InFlight:
         key = (job.model, queue.queue)
         if key not in self._locks and len(self._locks) >= _MAX_LOCKS:
             self._locks = {known: lock for known, lock in self._locks.items() if lock.locked()}
-        retries = Backoff(first_s=_RETRY_FIRST_S, max_s=_RETRY_MAX_S, for_s=_FOR_S)
         async with self._locks.setdefault(key, asyncio.Lock()):
+            retries = Backoff(first_s=_RETRY_FIRST_S, max_s=_RETRY_MAX_S, for_s=_FOR_S)  # from its turn on
             while True:
                 last = await last_sequence(self._bus, job.model, queue.queue)
                 if await num_messages(self._bus, job.model, queue.queue) >= limit:

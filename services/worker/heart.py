@@ -125,8 +125,10 @@ class Heart:
             await asyncio.sleep(max(0.0, _MIN_INTERVAL_S - (time.monotonic() - started)))
 
     async def leave(self) -> None:
-        """Take the key away, so that nobody waits for it to expire."""
-        await self._bucket.remove(self._worker, expected_revision=self.revision)
+        """Take the key away, so that nobody waits for it to expire; also where the last beat's answer never came."""
+        result = await self._bucket.remove(self._worker, expected_revision=self.revision)
+        if isinstance(result, Refused) and await self._is_still_mine():
+            await self._bucket.remove(self._worker, expected_revision=self.revision)
 
     async def _beat(self) -> StoreResult:
         if self._oldest_open is None:

@@ -103,7 +103,7 @@ class Worker:
             compose=self._beat,
             new_epoch=lambda: uuid.uuid4().hex[:12],
             on_lost=self._on_lost,
-            on_fresh=lambda: self._puller.look(),
+            on_fresh=self._on_fresh,
             stuck_after_s=self._settings.stall_s,
         )
         self._held = HeldSet(self._heart.changed)
@@ -407,6 +407,9 @@ class Worker:
 
     def _on_lost(self) -> None:
         self._held.void_all()
+        self._puller.look()
+
+    def _on_fresh(self) -> None:
         self._puller.look()
 
     # what is done to it

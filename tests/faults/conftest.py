@@ -9,7 +9,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="play the random fault schedule of this seed alone (give tests/faults on the command line too)",
     )  # fmt: skip
     parser.addoption(
-        "--batch-lines", type=int, default=400, metavar="N",
+        "--batch-lines", type=int, default=200, metavar="N",
         help="lines of the batch that outlives every part (give tests/faults on the command line too)",
     )  # fmt: skip
 
@@ -17,7 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def num_batch_lines(pytestconfig: pytest.Config) -> int:
     """How long the batch is through which every part is killed."""
-    return int(pytestconfig.getoption("--batch-lines", 400))
+    return int(pytestconfig.getoption("--batch-lines", 200))
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ async def test_streams_of_a_killed_worker_resume_before_a_backlog(
     streams = [Reading(f"stream {number}", 120) for number in range(2 * NUM_SLOTS)]
     queued = [Reading(f"queued {number}", 1) for number in range(NUM_QUEUED)]
     async with (
-        asyncio.timeout(58),
+        asyncio.timeout(120),
         started("serve", "router"),
         started("serve", "monitor", HEADRACE_NATS_SYSTEM_URL=broker.system_url),
         workers["w1"],

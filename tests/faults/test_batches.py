@@ -151,6 +151,7 @@ async def test_every_part_is_killed_in_turn(prefix: str, tmp_path: Path, num_bat
                 done = 0
                 while done < num_batch_lines * number / (len(faults) + 2):
                     done = await num_results(broker.info.url, prefix)
+                    await asyncio.sleep(0.05)
                 print(f"{time.monotonic() - began_at:.1f} s: {done} lines are answered, the {name} is killed")
                 await fault()
         async for seen in follow(client, batch, within_s=60.0 + num_batch_lines / 10):

@@ -44,7 +44,7 @@ async def test_a_dead_engine_takes_its_worker_out_and_its_jobs_go_on_elsewhere(
 ) -> None:  # WRK-5, with an engine in this process
     dying = sim(tokens_per_second=30.0, start_s=1.0)
     readings = [Reading(f"stream {number}", 60) for number in range(4)]
-    async with deployment(broker_url, prefix) as running, asyncio.timeout(40):
+    async with deployment(broker_url, prefix) as running, asyncio.timeout(120):
         await running.worker(dying, worker="dying", max_concurrency=4)
         async with asyncio.TaskGroup() as group:
             for reading in readings:
@@ -74,7 +74,7 @@ async def test_a_killed_llama_server_is_started_again_and_its_stream_goes_on(
         "ignore_eos": True,
     }
     engine = LlamaEngine("smollm2-135m", LlamaOptions(n_ctx=512))
-    async with deployment(broker_url, prefix) as running, asyncio.timeout(55):
+    async with deployment(broker_url, prefix) as running, asyncio.timeout(120):
         await running.worker(engine, model="llama", worker="w", is_awaited=False)
         await until(lambda: running.is_ready("w"), timeout_s=40)
         undisturbed = await running.client.complete(model="llama", **body)
@@ -97,7 +97,7 @@ async def test_an_engine_that_hangs_while_heartbeats_go_on(broker_url: str, pref
     stall_s = 2.0
     hanging = sim(tokens_per_second=50.0, hang_after=3, fault_first=1, stall_s=600.0, start_s=2.0)
     reading, later = Reading("hang", 20), Reading("later", 3)
-    async with deployment(broker_url, prefix, stall_s=stall_s) as running, asyncio.timeout(30):
+    async with deployment(broker_url, prefix, stall_s=stall_s) as running, asyncio.timeout(120):
         await running.worker(hanging, worker="hanging")
         async with asyncio.TaskGroup() as group:
             group.create_task(reading.read(running.client))
@@ -122,7 +122,7 @@ async def test_a_poison_job_starts_three_times_and_takes_nobody_with_it(
     broker_url: str, prefix: str, num_workers: int, die_after: int
 ) -> None:  # QUE-7, with an engine that dies of the job's prefill, or of its first decode step, each time
     neighbours = [Reading(f"neighbour {number}", 90) for number in range(6)]
-    async with deployment(broker_url, prefix) as running, asyncio.timeout(50):
+    async with deployment(broker_url, prefix) as running, asyncio.timeout(120):
         await running.worker(sim(tokens_per_second=25.0), max_concurrency=8)
         async with asyncio.TaskGroup() as group:
             for reading in neighbours:
@@ -143,7 +143,7 @@ async def test_a_job_that_its_worker_is_killed_with_each_time_takes_nobody_with_
     async with (
         contextlib.AsyncExitStack() as stack,
         deployment(broker_url, prefix, worker_ttl_s=1.0, heartbeat_s=0.2) as running,
-        asyncio.timeout(50),
+        asyncio.timeout(120),
         asyncio.TaskGroup() as group,
     ):
 
@@ -180,7 +180,7 @@ async def test_a_job_that_its_worker_is_killed_with_each_time_takes_nobody_with_
 async def test_a_poison_job_among_requests_that_have_made_no_token_yet(broker_url: str, prefix: str) -> None:
     """The worst case: nothing tells it from its neighbours. None of them may be given up, all must finish."""
     neighbours = [Reading(f"neighbour {number}", 30) for number in range(6)]
-    async with deployment(broker_url, prefix) as running, asyncio.timeout(50):
+    async with deployment(broker_url, prefix) as running, asyncio.timeout(120):
         await running.worker(sim(tokens_per_second=25.0, ttft_s=0.4), max_concurrency=8)
         async with asyncio.TaskGroup() as group:
             for reading in neighbours:
@@ -197,7 +197,7 @@ async def test_a_poison_job_that_makes_tokens_first_is_given_up_and_its_neighbou
 ) -> None:
     """By what it made it is innocent: those lost with it go on beside it, and may start a third time."""
     neighbours = [Reading(f"neighbour {number}", 60) for number in range(6)]
-    async with deployment(broker_url, prefix) as running, asyncio.timeout(50):
+    async with deployment(broker_url, prefix) as running, asyncio.timeout(120):
         await running.worker(sim(tokens_per_second=50.0), max_concurrency=8)
         async with asyncio.TaskGroup() as group:
             for reading in neighbours:
@@ -250,7 +250,7 @@ async def test_a_request_that_waits_as_the_engine_dies_is_not_started_in_it(brok
     """It would fail at once, and be counted a fault that it had no part in."""
     first, second = Reading("runs", 60), Reading("waits", 60)
     engine = sim(tokens_per_second=60.0, kv_tokens=100, start_s=0.3)  # room for one of them
-    async with deployment(broker_url, prefix) as running, asyncio.timeout(40):
+    async with deployment(broker_url, prefix) as running, asyncio.timeout(120):
         await running.worker(engine, worker="dies", max_concurrency=4)
         async with asyncio.TaskGroup() as group:
             group.create_task(first.read(running.client))
@@ -272,7 +272,7 @@ async def test_streams_of_one_dead_engine_go_on_together(broker_url: str, prefix
     """All had made tokens, so none of them is on probation."""
     readings = [Reading(f"stream {number}", 60) for number in range(20)]
     engine, other = sim(tokens_per_second=30.0), sim(tokens_per_second=30.0)
-    async with deployment(broker_url, prefix) as running, asyncio.timeout(50):
+    async with deployment(broker_url, prefix) as running, asyncio.timeout(120):
         await running.worker(engine, worker="dies", max_concurrency=20)
         async with asyncio.TaskGroup() as group:
             for reading in readings:
@@ -302,7 +302,7 @@ async def test_a_failing_dependency_is_retried_after_growing_pauses(broker_url: 
                 yield chunk
 
     reading = Reading("retried", 5)
-    async with deployment(broker_url, prefix, max_attempts=5) as running, asyncio.timeout(30):
+    async with deployment(broker_url, prefix, max_attempts=5) as running, asyncio.timeout(120):
         await running.worker(FailsFor(3.0))
         await reading.read(running.client)
     starts = [at for _, at in reading.attempts.values()]
@@ -315,7 +315,7 @@ async def test_a_failing_dependency_is_retried_after_growing_pauses(broker_url: 
 
 async def test_refusals_cost_the_worker_nothing_and_busy_is_no_failure(broker_url: str, prefix: str) -> None:  # WRK-13
     engine = sim(tokens_per_second=0.0, refuse_first=10, max_model_len=32)
-    async with deployment(broker_url, prefix) as running, asyncio.timeout(30):
+    async with deployment(broker_url, prefix) as running, asyncio.timeout(120):
         await running.worker(engine, worker="w")
         for number in range(10):
             with pytest.raises(RequestError) as caught:
@@ -327,7 +327,7 @@ async def test_refusals_cost_the_worker_nothing_and_busy_is_no_failure(broker_ur
             assert caught.value.code == "context_length_exceeded"
         assert await running.is_ready("w")
         assert (await running.client.complete(model=MODEL, prompt="valid", max_tokens=2)).text
-    async with deployment(broker_url, f"{prefix}-2") as running, asyncio.timeout(30):
+    async with deployment(broker_url, f"{prefix}-2") as running, asyncio.timeout(120):
         reading = Reading("busy", 2)
         await running.worker(sim(tokens_per_second=0.0, busy_first=3), worker="w")
         await reading.read(running.client)

@@ -99,7 +99,7 @@ async def test_whoever_was_told_accepted_gets_an_end_on_a_bare_inbox_too(
             await nc.flush()
             answered = [seen for seen in told if not seen.empty()]
             assert answered
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 for seen in answered:
                     assert await seen.get() == "accepted"
                     while await seen.get() != "done":

@@ -16,7 +16,6 @@ async def _check(seeds: range, broker: BrokerInfo, *, has_processes: bool | None
     assert not found, "\n".join(report(seed, found[seed], has_processes=has_processes) for seed in found)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("seeds", IN_PROCESS, ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
 async def test_nothing_is_lost_or_doubled(broker: BrokerInfo, seeds: range, fault_seed: int | None) -> None:
     if fault_seed is not None:
@@ -24,14 +23,12 @@ async def test_nothing_is_lost_or_doubled(broker: BrokerInfo, seeds: range, faul
     await _check(seeds, broker, has_processes=False)
 
 
-@pytest.mark.timeout(180)
 async def test_nothing_is_lost_or_doubled_by_processes(broker: BrokerInfo, fault_seed: int | None) -> None:
     if fault_seed is not None:
         pytest.skip("one schedule is replayed alone")
     await _check(WITH_PROCESSES, broker, has_processes=True)
 
 
-@pytest.mark.timeout(180)
 async def test_one_schedule(broker: BrokerInfo, fault_seed: int | None) -> None:
     if fault_seed is None:
         pytest.skip("no --fault-seed")

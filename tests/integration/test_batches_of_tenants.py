@@ -138,7 +138,7 @@ async def _is_idle(engine: Any) -> bool:
 
 
 async def test_a_batch_whose_input_is_removed_keeps_what_it_has(running: Deployment, gateway: Gateway) -> None:
-    engine = sim(tokens_per_second=20.0)
+    engine = sim(tokens_per_second=100.0)
     await running.worker(engine, max_concurrency=2)
     async with as_tenant(gateway, "any") as client:
         lines = [line(f"{number}", prompt="x " * 5_000) for number in range(400)]

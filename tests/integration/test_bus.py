@@ -21,7 +21,7 @@ from tests.faults.link import Link
 
 OWNER = Owner(worker="w", epoch="e", queue_sequence=1)
 TTL_S = 600.0
-WITHIN_S = 20.0
+WITHIN_S = 30.0
 
 
 def accepted(job: str = "j") -> Event:

@@ -26,7 +26,7 @@ from headrace.schemas.subjects import JobId, QueueName, Tenant
 from headrace.schemas.workers import Heartbeat
 from headrace.settings import Settings
 
-WITHIN_S = 20.0
+WITHIN_S = 30.0
 
 
 def upper(bus: Bus) -> str:

@@ -16,7 +16,7 @@ from headrace.schemas.subjects import JobId, QueueName, Tenant
 
 QUEUE = QueueName()
 HIGH = QueueName(lane="high")
-WITHIN_S = 20.0
+WITHIN_S = 30.0
 
 
 def job(name: str, *, tenant: str = "default") -> Job:

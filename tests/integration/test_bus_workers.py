@@ -12,7 +12,7 @@ from headrace.errors import BrokerUnavailableError
 from headrace.schemas.events import Owner
 from headrace.schemas.workers import Heartbeat, SeenBeat, is_owner_alive
 
-WITHIN_S = 20.0
+WITHIN_S = 30.0
 
 
 def beat(worker: str = "w", *, epoch: str = "e", state: str = "Ready") -> Heartbeat:

@@ -18,7 +18,7 @@ from headrace.bus.provision import apply_queue_limit, ensure_jobs_stream, provis
 from headrace.cli.app import command
 from headrace.schemas.config import ModelConfig, TenantConfig
 
-WITHIN_S = 10.0
+WITHIN_S = 30.0
 FILE = """
 [tenants.acme]
 weight = 3

@@ -11,7 +11,7 @@ from headrace.bus.heartbeats import WorkersBucket, WorkersView
 from headrace.monitor.guard import Guard
 from headrace.schemas.workers import Heartbeat
 
-WITHIN_S = 10.0
+WITHIN_S = 30.0
 
 
 async def beat(bus: Bus, worker: str, connection: str, *, revision: int = 0) -> int:

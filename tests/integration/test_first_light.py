@@ -200,7 +200,7 @@ async def test_two_workers_with_the_same_message_run_the_engine_once(broker_url:
         async def is_settled() -> bool:
             return not await queue.counts()
 
-        await until(is_settled, timeout_s=25)
+        await until(is_settled)
     assert done is not None
     assert sum(engine.num_started for engine in engines) == 1
 

@@ -66,7 +66,7 @@ async def ended(client: AsyncOpenAI, batch: Batch, status: str = "completed") ->
         found[:] = [await client.batches.retrieve(batch.id)]
         return found[0].status in ("completed", "failed", "expired", "cancelled")
 
-    await until(is_over, timeout_s=30)
+    await until(is_over)
     assert found[0].status == status, found[0]
     return found[0]
 

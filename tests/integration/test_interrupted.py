@@ -13,7 +13,7 @@ async def test_an_interrupted_request_goes_on_before_other_queues_have_their_tur
         await configure(running, "[tenants.a]\n[tenants.b]\n")
         async with (
             tenants(running) as (a, b),
-            asyncio.timeout(60),
+            asyncio.timeout(120),
             asyncio.TaskGroup() as group,
         ):
             await running.monitor()

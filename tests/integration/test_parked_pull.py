@@ -15,7 +15,7 @@ from headrace.errors import BrokerUnavailableError
 from headrace.schemas.subjects import QueueName
 from tests.integration.test_bus_queue import HIGH, QUEUE, fetch, job, publish
 
-WITHIN_S = 20.0
+WITHIN_S = 30.0
 
 
 class Pulling:

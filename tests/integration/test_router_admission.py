@@ -53,7 +53,7 @@ async def configure(running: Deployment, nc: NatsClient, **entries: Entry) -> No
     result = await bucket.put(f"models.mark-{last}", encode_entry(mark), expected_revision=0)
     assert isinstance(result, Stored)
     in_a_row = 0
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while in_a_row < 16:  # any router may get it: two that know answer like this always
             message = await ask(running, nc, b"{}", model=f"mark-{last}", headers={"Headrace-Pool": f"mark-{last}"})
             knows = json.loads(message.data)["error"]["code"] == "invalid_value" and b"messages" in message.data

@@ -31,8 +31,6 @@ from headrace.settings import Settings
 from tests.deployment import until
 from tests.secured import ACME, RIVAL, bare, secured_broker, worker
 
-pytestmark = pytest.mark.timeout(120)
-
 
 async def test_tenants_come_and_go_without_a_restart_and_nobody_else_notices(tmp_path: Path, prefix: str) -> None:
     ended: list[Disconnect] = []

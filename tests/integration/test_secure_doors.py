@@ -26,7 +26,7 @@ from headrace.schemas.subjects import Names, QueueName
 from tests.processes import part, serving
 from tests.secured import ACME, RIVAL, Bare, SecuredBroker, bare, secured_broker, worker
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ONE, TWO = "one", "two"
 THIEF, OTHER = worker("thief", ONE), worker("other", TWO)

@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+import headrace.router.inflight
 from headrace.bus.configuration import ConfigView
-from headrace.bus.connection import Bus, Stored, connect
+from headrace.bus.connection import Bus, Refused, Stored, StoreResult, connect
 from headrace.bus.jobqueue import JobQueue
 from headrace.bus.occupancy import last_sequence, num_messages
 from headrace.bus.usage import UsageBucket
@@ -111,24 +112,49 @@ async def test_no_request_of_an_unlimited_tenant_asks_the_broker(bus: Bus) -> No
     assert bus.nc.stats["out_msgs"] == sent
 
 
+def job_of(bus: Bus, number: int) -> Job:
+    return Job(
+        tenant=Tenant("a"),
+        job=JobId(f"j{number}"),
+        op="chat",
+        model="m",
+        body=b"{}",
+        body_hash="h",
+        accepted_at=bus.clock.now(),
+        queue_timeout_s=60,
+        deadline_s=600,
+        need_tokens=1,
+    )
+
+
+async def test_who_waited_long_for_its_turn_may_still_lose_a_race(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headrace.router.inflight, "_FOR_S", 1.0)
+    lost = Refused(10071, "wrong last sequence")
+    assert lost.is_lost_race
+    fates: Iterator[tuple[float, StoreResult]] = iter([(1.1, Stored(1)), (0.0, lost), (0.0, Stored(2))])
+
+    class Slow(JobQueue):
+        async def publish(self, *_: object, **__: object) -> StoreResult:
+            took_s, fate = next(fates)
+            await asyncio.sleep(took_s)
+            return fate
+
+    flight, queue = InFlight(bus), Slow(bus, "m")
+
+    async def publish(number: int) -> StoreResult | None:
+        return await flight.publish(queue, job_of(bus, number), QueueName(queue="a"), {}, limit=7)
+
+    first, second = await asyncio.gather(publish(1), publish(2))
+    assert (first, second) == (Stored(1), Stored(2))
+
+
 async def test_requests_in_flight_are_exact_under_concurrent_publishes_of_two_routers(bus: Bus) -> None:
     async with connect(bus.url, bus.settings, name="router") as other:
         queues = [JobQueue(bus, "m"), JobQueue(other, "m")]
         flights = [InFlight(bus), InFlight(other)]
 
         async def publish(number: int) -> bool:
-            job = Job(
-                tenant=Tenant("a"),
-                job=JobId(f"j{number}"),
-                op="chat",
-                model="m",
-                body=b"{}",
-                body_hash="h",
-                accepted_at=bus.clock.now(),
-                queue_timeout_s=60,
-                deadline_s=600,
-                need_tokens=1,
-            )
+            job = job_of(bus, number)
             queue = QueueName(pool=("default", "other")[number % 2], lane=("high", "low")[number // 2 % 2], queue="a")
             router = number // 4 % 2
             result = await flights[router].publish(queues[router], job, queue, {}, limit=7)

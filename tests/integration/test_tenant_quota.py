@@ -175,7 +175,7 @@ async def test_two_hundred_aborts_leave_nothing_in_flight(broker_url: str, prefi
             held = [request for seen in beats if seen.beat is not None for request in seen.beat.held]
             return not held and engine.num_running == 0 and await num_messages(bus, MODEL, "a") == 0
 
-        await until(is_idle, timeout_s=20)
+        await until(is_idle)
         states = [await JobLog(bus).state("a", job) for job in jobs]
         assert {state.state for state in states} == {"cancelled"}
         began = sum(state.num_tokens > 0 for state in states)
@@ -184,5 +184,5 @@ async def test_two_hundred_aborts_leave_nothing_in_flight(broker_url: str, prefi
         async def only_those_count() -> bool:
             return (await tenants.used()).requests == began
 
-        await until(only_those_count, timeout_s=20)
+        await until(only_those_count)
         assert await tenants.outcomes("a", NUM_ABORTS, max_tokens=1) == {"ok": NUM_ABORTS}

@@ -18,7 +18,7 @@ async def test_readers_of_one_job_id_see_their_own_deployments_job(broker_url: s
     async with deployment(broker_url, f"{prefix}-a") as one, deployment(broker_url, f"{prefix}-b") as other:
         await one.worker(sim(tokens_per_second=40.0), worker="one")
         await other.worker(sim(tokens_per_second=46.0), worker="other")
-        async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(120), asyncio.TaskGroup() as group:
             group.create_task(one_reading.read(one.client))
             group.create_task(other_reading.read(other.client))
     assert (one_reading.workers, other_reading.workers) == (["one"], ["other"])

@@ -5,7 +5,7 @@ from typing import Any
 
 import jsonschema_rs
 import msgspec
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from headrace.schemas.openai import OPERATIONS, InferenceRequest, Operation, RequestLimits, parse_request
@@ -126,7 +126,9 @@ def test_one_parameter_that_does_not_fit_its_schema_is_refused_and_one_that_fits
 ) -> None:
     body = {name: value for name, value in VALID[op].items() if name in ("messages", "prompt")}
     name = data.draw(st.sampled_from(sorted(set(body_schema(op, max_n=16)["properties"]) - NEED_OTHERS - {"model"})))
-    changed = {**body, name: data.draw(json_values)}
+    value = data.draw(json_values)
+    assume(not (isinstance(value, float) and value.is_integer()))  # for JSON Schema 1.0 is an integer, for us it is not
+    changed = {**body, name: value}
     result = check_total(op, json.dumps(changed).encode())
     assert isinstance(result, InferenceRequest) == DESCRIBED[op].is_valid({**changed, "model": "m"})
 

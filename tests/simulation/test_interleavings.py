@@ -123,7 +123,6 @@ def test_no_schedule_breaks_a_rule(request: pytest.FixtureRequest) -> None:
     configured(given(scenarios())(_require_no_problem))()
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found_stays_away(name: str) -> None:
     _play_seeds(FOUND[name], _NUM_SEEDS)
@@ -189,7 +188,6 @@ def _gives_up(situation: Situation) -> Decision:
     return Decision(Row.DEAD_LETTER) if decided.action is Row.CLAIM and situation.state.faults else decided
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("mutant", "scenario", "problem"),
     [

@@ -1,11 +1,15 @@
 """What the gateway decides without a network: requests as read, frames as written, what is open."""
 
 import asyncio
+import contextlib
 import json
 import socket
+from collections import Counter
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.datastructures import Headers
 from starlette.types import Message
 
@@ -264,16 +268,38 @@ async def test_work_is_done_or_given_up() -> None:
 
 def test_no_more_are_open_than_may_be() -> None:
     opened = OpenRequests(limit=1)
-    with opened:
-        with pytest.raises(RequestError) as refused, opened:
+    with opened.one_more("a", is_alone=True):
+        with pytest.raises(RequestError) as refused, opened.one_more("a", is_alone=True):
             pass
         assert refused.value.code == "rate_limited"
-    with opened:
+    with opened.one_more("a", is_alone=True):
         pass
     opened.end_all()
-    with pytest.raises(RequestError) as over, opened:
+    with pytest.raises(RequestError) as over, opened.one_more("a", is_alone=True):
         pass
     assert over.value.code == "shutting_down"
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=60), st.integers(2, 24))
+def test_no_tenant_can_keep_the_others_out(asked: list[str], limit: int) -> None:
+    opened, taken = OpenRequests(limit=limit), Counter[str]()
+    with contextlib.ExitStack() as stack:
+        for tenant in asked:
+            num_free = limit - taken.total()
+            try:
+                stack.enter_context(opened.one_more(tenant, is_alone=False))
+            except RequestError:
+                assert taken[tenant] >= num_free
+            else:
+                taken[tenant] += 1
+                assert taken[tenant] <= (limit + 1) // 2
+                assert taken.total() <= limit
+        num_left = limit - taken.total()
+        assert len(taken) > 1 or num_left >= limit // 2
+        if num_left:  # whoever has none yet is always let in
+            stack.enter_context(opened.one_more("another", is_alone=False))
+    with opened.one_more("a", is_alone=False):
+        pass
 
 
 async def test_what_is_written_to_a_client_is_sent_at_once() -> None:

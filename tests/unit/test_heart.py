@@ -2,8 +2,8 @@
 
 import asyncio
 
-from headrace.bus.connection import Stored, StoreResult, Unknown
-from headrace.schemas.workers import Heartbeat
+from headrace.bus.connection import Refused, Stored, StoreResult, Unknown
+from headrace.schemas.workers import Heartbeat, SeenBeat
 from headrace.worker.heart import Heart
 
 BEAT = Heartbeat(worker="w", epoch="e", state="Ready", model="m")
@@ -15,9 +15,16 @@ class Bucket:
     def __init__(self) -> None:
         self.answers: asyncio.Queue[StoreResult] = asyncio.Queue()
         self.put_began = asyncio.Event()
+        self.seen: SeenBeat | None = None
+        self.removed: list[int] = []
 
-    async def get(self, worker: str) -> None:
-        return None
+    async def get(self, worker: str) -> SeenBeat | None:
+        return self.seen
+
+    async def remove(self, worker: str, *, expected_revision: int) -> StoreResult:
+        self.removed.append(expected_revision)
+        is_it = self.seen is None or self.seen.revision == expected_revision
+        return Stored(expected_revision + 1) if is_it else Refused(10071, "wrong last sequence")
 
     async def put(self, beat: Heartbeat, **_: object) -> StoreResult:
         self.put_began.set()
@@ -99,3 +106,23 @@ async def test_a_beat_without_an_answer_stays_open_until_a_later_one_is_stored()
         bucket.answers.put_nowait(Stored(2))
         await heart.settled(6)
         running.cancel()
+
+
+async def test_a_worker_that_leaves_takes_a_beat_along_whose_answer_it_did_not_wait_for() -> None:
+    bucket = Bucket()
+    heart = heart_on(bucket, Numbered())
+    bucket.answers.put_nowait(Stored(1))
+    await heart.register()
+    bucket.seen = SeenBeat(revision=2, beat=BEAT)
+    await heart.leave()
+    assert bucket.removed == [1, 2]
+
+
+async def test_a_worker_that_leaves_leaves_anothers_key_alone() -> None:
+    bucket = Bucket()
+    heart = heart_on(bucket, Numbered())
+    bucket.answers.put_nowait(Stored(1))
+    await heart.register()
+    bucket.seen = SeenBeat(revision=2, beat=Heartbeat(worker="w", epoch="another", state="Ready", model="m"))
+    await heart.leave()
+    assert bucket.removed == [1]

@@ -226,7 +226,7 @@ async def test_the_first_signal_sets_the_stop_event() -> None:
 
 async def test_one_signal_that_arrives_twice_is_one() -> None:
     lines = Lines()
-    async with ChildProcess(python(STOPS.format(grace=0)), name="service", on_line=lines) as child:
+    async with ChildProcess(python(STOPS.format(grace=0.5)), name="service", on_line=lines) as child:
         await lines.count(1)
         for _ in range(3):
             child.send_signal(signal.SIGINT)

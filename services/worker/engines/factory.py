@@ -1,14 +1,11 @@
-"""Engines by name."""
+"""Engines by name; each is imported when it is asked for, so that no worker loads what others need."""
 
 from collections.abc import Mapping
 from typing import Final
 
 from headrace.errors import ConfigError
 from headrace.worker.engines.base import Engine
-from headrace.worker.engines.llama import LlamaEngine, LlamaOptions
-from headrace.worker.engines.openai import OpenAIEngine, OpenAIOptions
 from headrace.worker.engines.options import parse_options
-from headrace.worker.engines.sim import SimEngine, SimOptions
 
 __all__ = ["ENGINES", "make_engine"]
 
@@ -19,9 +16,15 @@ ENGINES: Final = ("llama", "openai", "sim")
 def make_engine(kind: str, model: str, options: Mapping[str, str]) -> Engine:
     """An engine, not yet started, with the options of its Struct as strings. Raises `ConfigError` naming the key."""
     if kind == "llama":
+        from headrace.worker.engines.llama import LlamaEngine, LlamaOptions
+
         return LlamaEngine(model, parse_options(kind, options, LlamaOptions))
     if kind == "openai":
+        from headrace.worker.engines.openai import OpenAIEngine, OpenAIOptions
+
         return OpenAIEngine(model, parse_options(kind, options, OpenAIOptions))
     if kind == "sim":
+        from headrace.worker.engines.sim import SimEngine, SimOptions
+
         return SimEngine(model, parse_options(kind, options, SimOptions))
     raise ConfigError(f"no engine {kind[:60]!r}; there are {', '.join(ENGINES)}")
