@@ -82,8 +82,12 @@ class Deployment:
         return part
 
     async def monitor(self, *, url: str | None = None) -> Part:
-        """Start a monitor and wait until it answers; `url` is another way to the broker."""
-        part = self._start(lambda bus, stop: run_monitor(bus, stop=stop), "monitor", url=url)
+        """Start a monitor and wait until it answers; `url` is another way to the broker.
+
+        It answers over HTTP too where the settings name a port.
+        """
+        has_http = self.settings.monitor_port != 0
+        part = self._start(lambda bus, stop: run_monitor(bus, stop=stop, has_http=has_http), "monitor", url=url)
         await until(lambda: self._answers(self.bus.names.monitor_state()))
         return part
 

@@ -101,7 +101,7 @@ async def ground(
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as state_dir:
         own = msgspec.structs.replace(
             settings, nats_url=None, nats_system_url=None, state_dir=state_dir, broker_port=0, worker_id=None,
-            log_level="warning", http_host="127.0.0.1",
+            log_level="warning", http_host="127.0.0.1", monitor_port=0,
         )  # fmt: skip
         try:
             async with running_stack(

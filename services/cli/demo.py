@@ -58,8 +58,9 @@ def demo(settings: Settings) -> None:
     configure_logging("demo", "error", json=False)
     with tempfile.TemporaryDirectory(prefix="headrace-demo-") as state_dir:
         own = msgspec.structs.replace(
-            settings, nats_url=None, nats_system_url=None, state_dir=state_dir, broker_port=0, log_level="warning"
-        )
+            settings, nats_url=None, nats_system_url=None, state_dir=state_dir, broker_port=0, log_level="warning",
+            monitor_port=0,
+        )  # fmt: skip
         show = _Show(console())
         if asyncio.run(run_until(lambda stop, started: _demo(own, show, stop, started))):
             raise KeyboardInterrupt

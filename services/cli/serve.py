@@ -49,10 +49,13 @@ def router(settings: Settings, log_format: LogFormat) -> None:
 @_log_format
 @with_settings
 def monitor(settings: Settings, log_format: LogFormat) -> None:
-    """Watch the workers: who lives, who changed, who is lost."""
+    """Watch the workers: who lives, who changed, who is lost.
+
+    Prometheus finds the metrics of all parts at /metrics on HEADRACE_MONITOR_PORT; a port that is taken is waited for.
+    """
     from headrace.monitor import run_monitor
 
-    run_part("monitor", settings, lambda bus, stop: run_monitor(bus, stop=stop), log_format=log_format)
+    run_part("monitor", settings, lambda bus, stop: run_monitor(bus, stop=stop, has_http=True), log_format=log_format)
 
 
 @serve.command()

@@ -244,6 +244,7 @@ def _environment(settings: Settings, url: str, plan: Plan) -> dict[str, str]:
         "HEADRACE_PREFIX": settings.prefix,
         "HEADRACE_STATE_DIR": settings.state_dir,
         "HEADRACE_LOG_LEVEL": settings.log_level,
+        "HEADRACE_MONITOR_PORT": str(settings.monitor_port),
     }
     if plan.temp_dir is not None:
         ours["TMPDIR"] = plan.temp_dir

@@ -96,7 +96,7 @@ class _Named:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                metrics.HTTP_REQUESTS.labels(str(message["status"])).inc()
+                metrics.HTTP_REQUESTS.add(str(message["status"]))
                 message = {**message, "headers": [*message["headers"], (_REQUEST_ID, request_id)]}
             await send(message)
 
@@ -117,7 +117,7 @@ class _Doors:
             return
         try:
             tenant = self._tenants.authenticate(scope)
-            with self._open.one_more(tenant, is_alone=not self._tenants.are_many), metrics.HTTP_OPEN.track_inprogress():
+            with self._open.one_more(tenant, is_alone=not self._tenants.are_many), metrics.HTTP_OPEN:
                 await self._app(scope, receive, send)
         except (RequestError, BrokerUnavailableError) as error:
             await as_response(refusal_of(error))(scope, receive, send)

@@ -74,7 +74,7 @@ class Evictor:
                 log.info("worker %s is not evicted: %s", last_beat.worker, why)
                 return False
             self.num_evicted += 1
-            metrics.EVICTIONS.labels(metrics.eviction_kind(reason)).inc()
+            metrics.EVICTIONS.add(metrics.eviction_kind(reason))
             log.warning("evicted worker %s (%s); it held %d requests", last_beat.worker, reason, len(last_beat.held))
             await self.hand_over(last_beat, ahead=ahead)
             metrics.FAILOVER_S.observe(time.monotonic() - began)
@@ -156,7 +156,7 @@ class Evictor:
                 self._nakked.clear()
             self._nakked[key] = now
             self.num_handed_back += 1
-            metrics.HANDED_OVER.inc()
+            metrics.HANDED_OVER.add()
             await job_queue.nak_on_behalf(queue, sequence, progress)
             await job_queue.wake(queue, {})
         if number := self.num_handed_back - num_before:

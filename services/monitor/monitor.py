@@ -17,9 +17,7 @@ from headrace.errors import BrokerError, BrokerUnavailableError
 from headrace.lifecycle import unless_stopped, wait_first
 from headrace.monitor.changes import Change, changes_between, live_beats
 from headrace.monitor.deadlines import Deadlines
-from headrace.monitor.exposition import Exposition
 from headrace.monitor.guard import Guard
-from headrace.monitor.http import answering_http
 from headrace.monitor.lost import LostWorkers
 from headrace.monitor.orphans import remove_orphans_for_ever
 from headrace.monitor.tidying import tidying
@@ -37,8 +35,8 @@ _LOOK_S: Final = 1.0
 """Longest wait for a push before it looks by itself."""
 
 
-async def run_monitor(bus: Bus, *, stop: asyncio.Event) -> None:
-    """Watch until `stop` is set.
+async def run_monitor(bus: Bus, *, stop: asyncio.Event, has_http: bool = False) -> None:
+    """Watch until `stop` is set; with `has_http` also answer `/metrics` and `/healthz`.
 
     Goes on through a broker's restart. Raises BrokerError where the broker cannot be used at the start, or the
     connection was given up for good.
@@ -53,7 +51,7 @@ async def run_monitor(bus: Bus, *, stop: asyncio.Event) -> None:
         async with (
             view.running(),
             answering(bus, SERVICE_NAME, [endpoint], description="Watches Headrace's workers"),
-            answering_http(bus, Exposition(bus, view)),
+            _answering_http(bus, view) if has_http else contextlib.nullcontext(),
             _guarding(bus, view),
             Deadlines(bus).running(),
             tidying(bus),
@@ -87,6 +85,13 @@ async def _guarding(bus: Bus, view: WorkersView) -> AsyncIterator[None]:
         finally:
             for task in tasks:
                 task.cancel()
+
+
+def _answering_http(bus: Bus, view: WorkersView) -> contextlib.AbstractAsyncContextManager[None]:
+    from headrace.monitor.exposition import Exposition
+    from headrace.monitor.http import answering_http
+
+    return answering_http(bus, Exposition(bus, view))
 
 
 class _Monitor:

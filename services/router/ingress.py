@@ -67,7 +67,7 @@ class Ingress:
             refusal = await self._handle_until_clear(incoming, span)
             if refusal is not None:
                 span.fail(refusal.code)
-                metrics.REQUESTS_REFUSED.labels(refusal.code).inc()
+                metrics.REQUESTS_REFUSED.add(refusal.code)
                 await refuse(self._bus, incoming, refusal)
 
     async def _handle_until_clear(self, incoming: IncomingRequest, span: Span) -> Refusal | None:
@@ -208,7 +208,7 @@ class Ingress:
         attempt.is_unclear = True  # should the broker fail us from here on, the next try finds this message
         self._settlement.take_in(attempt.paid)
         self._models.note_published(job.model, wish.queue)
-        metrics.REQUESTS_ACCEPTED.labels(metrics.model_label(job.model), wish.queue.pool, wish.queue.lane).inc()
+        metrics.REQUESTS_ACCEPTED.add(metrics.model_label(job.model), wish.queue.pool, wish.queue.lane)
         if job.preferred is not None:
             await queue.wake_worker(job.preferred, wish.queue)
         if self._models.is_room_left(job.model, wish.queue.pool, job.need_tokens):

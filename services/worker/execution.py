@@ -153,8 +153,8 @@ class Execution:
             return await self._run()
         finally:
             model = metrics.model_label(self._claimed.job.model)
-            metrics.TOKENS.labels(model, "prompt").inc(self._claimed.num_prompt_tokens)
-            metrics.TOKENS.labels(model, "completion").inc(self._num_made)
+            metrics.TOKENS.add(model, "prompt", number=self._claimed.num_prompt_tokens)
+            metrics.TOKENS.add(model, "completion", number=self._num_made)
 
     async def _run(self) -> Outcome:
         writing = asyncio.create_task(self._flow.run(), name=f"deltas of {self._claimed.job.job}")
@@ -217,7 +217,6 @@ class Execution:
         started = time.monotonic()
         ttft_s: float | None = None
         model = metrics.model_label(claimed.job.model)
-        ttft, between = metrics.TTFT_S.labels(model), metrics.INTER_TOKEN_S.labels(model)
         with inference_span(
             claimed.job.op,
             claimed.job.model,
@@ -242,9 +241,9 @@ class Execution:
                         ttft_s = self.last_progress - started
                         self.has_read_prompt = True
                         if resume is None:
-                            ttft.observe(max(0.0, self._clock.now() - claimed.job.accepted_at))
+                            metrics.TTFT_S.observe(max(0.0, self._clock.now() - claimed.job.accepted_at), model)
                     elif num_tokens:
-                        between.observe((self.last_progress - before) / num_tokens)
+                        metrics.INTER_TOKEN_S.observe((self.last_progress - before) / num_tokens, model)
                     await self._take(chunk)
             span.set(
                 inference_result(

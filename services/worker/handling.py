@@ -335,7 +335,7 @@ class Handler:
         started = msgspec.structs.replace(event, sequence=result.sequence)
         if state.attempt == 1:
             waited_s = max(0.0, self._bus.clock.now() - job.accepted_at)
-            metrics.QUEUE_WAIT_S.labels(metrics.model_label(job.model), held.delivery.queue.lane).observe(waited_s)
+            metrics.QUEUE_WAIT_S.observe(waited_s, metrics.model_label(job.model), held.delivery.queue.lane)
         claimed = msgspec.structs.replace(
             state, state="running", owner=owner, sequence=result.sequence, last=started, was_started=True
         )
@@ -393,7 +393,7 @@ class Handler:
         await self._after_run(held, job, state, outcome, span)
 
     async def _after_run(self, held: Held, job: Job, state: JobState, outcome: Outcome, span: Span) -> None:
-        metrics.ATTEMPTS.labels(metrics.model_label(job.model), _ending(outcome)).inc()
+        metrics.ATTEMPTS.add(metrics.model_label(job.model), _ending(outcome))
         if outcome.kind is ResultKind.FORGET:
             span.fail("fenced")
             return

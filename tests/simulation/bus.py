@@ -36,6 +36,10 @@ class _Names:
         return bytearray(f"{self._prefix}x{self._number}".encode())
 
 
+_NEVER_ASKED = ".metrics"
+"""How a subject ends on which nobody sends anything here; it changes no schedule."""
+
+
 class ModelClient:
     """One connection. Each call passes the scheduler before it has an effect, and again before its answer is seen."""
 
@@ -53,6 +57,7 @@ class ModelClient:
         self._nuid = _Names(f"c{client_id}")
         self._subs: dict[int, Subscription] = {}
         self._num_subs = 0
+        self._unasked: set[int] = set()
         self._answers: dict[str, asyncio.Future[Msg]] = {}
         self._prefix = f"_INBOX._svc.c{client_id}"
         broker.subscribe(self.link, 0, f"{self._prefix}.answers.*", "", self._on_answer)
@@ -110,6 +115,9 @@ class ModelClient:
                 message = Msg(self, subject, reply, data, dict(headers) if headers else None)  # type: ignore[arg-type]
                 subscription._pending_queue.put_nowait(message)
 
+        if subject.endswith(_NEVER_ASKED):
+            self._unasked.add(sid)
+            return subscription
         link, broker = self.link, self._broker
         broker.send(link, lambda: broker.subscribe(link, sid, subject, queue, deliver))
         await asyncio.sleep(0)
@@ -130,6 +138,8 @@ class ModelClient:
         self._subs.pop(sid, None)
 
     async def _send_unsubscribe(self, sid: int, limit: int = 0) -> None:
+        if sid in self._unasked:
+            return
         broker, link = self._broker, self.link
         broker.send(link, lambda: broker.unsubscribe(link, sid))
 

@@ -80,6 +80,23 @@ def test_reasons_of_evictions_are_few() -> None:
     ]  # fmt: skip
 
 
+def test_a_bucket_counts_those_below_it_and_its_own_bound() -> None:
+    histogram = metrics._Histogram("headrace_x_seconds", "Meaning.", ("model",), bounds=(0.5, 1.0))
+    for value in (0.1, 0.5, 0.7, 3.0):
+        histogram.observe(value, "m")
+    family = Family("headrace_x_seconds", histogram.kind, histogram.meaning, tuple(histogram.samples()))
+    seen = shown(part(family))
+    buckets = [seen.total("headrace_x_seconds_bucket", le=bound) for bound in ("0.5", "1.0", "+Inf")]
+    assert buckets == [2, 3, 4]
+    assert seen.total("headrace_x_seconds_count") == 4
+    assert seen.total("headrace_x_seconds_sum") == pytest.approx(4.3)
+
+
+def test_what_never_happened_is_zero_where_it_has_no_labels() -> None:
+    names = {sample.name for family in metrics.measured("monitor").families for sample in family.samples}
+    assert {"headrace_requests_handed_over_total", "headrace_failover_seconds_count"} <= names
+
+
 def test_no_family_has_a_label_that_a_client_chooses() -> None:
     allowed = {"model", "pool", "lane", "code", "kind", "outcome", "reason", "status", "le"}
     told = metrics.measured("router")
