@@ -50,7 +50,9 @@ async def test_every_part_is_at_the_monitor(broker_url: str, prefix: str, tmp_pa
             for each in (body, {**body, "max_tokens": -1}, {**body, "model": "nobody-knows"}):
                 async with session.post("/v1/completions", json=each) as response:
                     await response.read()
-        seen = await scrape(monitor_port)
+        async with asyncio.timeout(30):  # a worker counts an attempt after its reader has the end
+            while (seen := await scrape(monitor_port)).total("headrace_attempts_total", outcome="done") < 2:
+                await asyncio.sleep(0.05)
         async with aiohttp.ClientSession(f"http://127.0.0.1:{monitor_port}") as session:
             async with session.get("/healthz") as response:
                 assert response.status == 200
