@@ -62,6 +62,8 @@ _HEADER_ROOM_BYTES: Final = 16_384
 
 _LOST_RACE: Final = frozenset({ERR_WRONG_LAST_SEQUENCE, ERR_WRONG_LAST_SEQUENCE_CONSTANT})
 _RECONNECT_WAIT_S: Final = 0.2
+_SILENT_S: Final = 4.0
+"""How long to wait for a broker without a word."""
 _PING_INTERVAL_S: Final = 5
 _CLOCK_EVERY_S: Final = 60.0
 _MAX_DENIALS: Final = 32
@@ -410,7 +412,11 @@ async def connect(
         if any(not bus._is_leaving for bus in bus_holder):
             log.warning("lost the connection to the broker; reconnecting")
 
+    def on_long_wait() -> None:
+        log.warning("no NATS server answers at %s yet; trying for %g s", _without_secrets(url), settings.retry_for_s)
+
     nc = SteadyClient()
+    waiting = asyncio.get_running_loop().call_later(_SILENT_S, on_long_wait)
     try:
         async with asyncio.timeout(settings.retry_for_s):
             await nc.connect(
@@ -439,6 +445,8 @@ async def connect(
         with contextlib.suppress(NatsError, OSError, AssertionError):
             await nc.close()
         raise
+    finally:
+        waiting.cancel()
     bus = Bus(nc, settings, url, inbox_prefix=inbox_prefix)
     bus_holder.append(bus)
     async with bus:

@@ -83,7 +83,8 @@ class Supervised:
             if not self.is_proven:
                 await self.stop.wait()
                 return
-            pause_s = _FIRST_PAUSE_S if time.monotonic() - since > _HEALTHY_AFTER_S else min(pause_s * 2, _MAX_PAUSE_S)
+            has_failed = self.exit_code != 0 and time.monotonic() - since <= _HEALTHY_AFTER_S  # 0: it was told to drain
+            pause_s = min(pause_s * 2, _MAX_PAUSE_S) if has_failed else _FIRST_PAUSE_S
             log.warning("%s ended with exit code %s; starting it again in %.2g s", self.name, self.exit_code, pause_s)
             await wait_first(self.stop, timeout_s=pause_s)
 

@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from headrace.bus.connection import Bus
 from headrace.bus.heartbeats import WorkersView
 from headrace.bus.overview import overview
+from headrace.errors import BrokerError
 from headrace.schemas.metrics import Family, Measured
 from headrace.schemas.overview import Overview, QueueOverview, WorkerOverview
 
@@ -29,22 +30,40 @@ _PLACE: Final = ("service", "process")
 
 
 class Exposition:
-    """Asks all parts at each scrape, one scrape at a time; a part that does not answer is left out of that one."""
+    """Asks all parts at each scrape, one scrape at a time; a part that does not answer is left out of that one.
+
+    Those who come during a scrape share the next: however many ask, or leave again, nobody waits for more than two.
+    """
 
     def __init__(self, bus: Bus, view: WorkersView) -> None:
         self._bus = bus
         self._view = view
         self._one_at_a_time = asyncio.Lock()
+        self._num_begun = 0
+        self._latest: bytes | BrokerError | None = None
 
     async def text(self) -> bytes:
         """The text format, version 0.0.4. Raises BrokerError where the broker does not answer."""
+        num_begun = self._num_begun
         async with self._one_at_a_time:
-            asking = asyncio.create_task(self._ask(), name="metrics of all parts")
-            try:
-                now = await overview(self._bus)
-                parts = await asking
-            finally:
-                asking.cancel()
+            if self._num_begun == num_begun or self._latest is None:
+                self._num_begun += 1
+                self._latest = None
+                self._latest = await self._scraped()
+            latest = self._latest
+        if isinstance(latest, BrokerError):
+            raise latest.with_traceback(None)
+        return latest
+
+    async def _scraped(self) -> bytes | BrokerError:
+        asking = asyncio.create_task(self._ask(), name="metrics of all parts")
+        try:
+            now = await overview(self._bus)
+            parts = await asking
+        except BrokerError as error:
+            return error
+        finally:
+            asking.cancel()
         return await asyncio.to_thread(as_text, parts, now)
 
     async def _ask(self) -> list[Measured]:

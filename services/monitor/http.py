@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 _AGAIN_S: Final = 5.0
 _BACKLOG: Final = 64
+_MAX_CONNECTIONS: Final = 256
 
 
 @contextlib.asynccontextmanager
@@ -42,12 +43,36 @@ async def _serve(bus: Bus, exposition: Exposition) -> None:
         host, port = bound.getsockname()[:2]
         runner = web.AppRunner(_app(bus, exposition, host), handle_signals=False, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
+        server = runner.server
+        assert server is not None
+        loop = asyncio.get_running_loop()
+        listening = await loop.create_server(lambda: _Door(server), sock=bound, backlog=_BACKLOG)
         try:
-            await web.SockSite(runner, bound).start()
             log.info("metrics at http://%s:%d/metrics", f"[{host}]" if ":" in host else host, port)
-            await asyncio.get_running_loop().create_future()
+            await loop.create_future()
         finally:
+            listening.close()
             await runner.cleanup()
+
+
+class _Door(asyncio.Protocol):
+    """Gives a new connection to the server. Beyond the limit it takes the place of the oldest.
+
+    Without a limit, clients that connect and say nothing would have every open file of this process, and one that lost
+    its broker could not connect again.
+    """
+
+    def __init__(self, server: web.Server) -> None:
+        self._server = server
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """From here on the server has it."""
+        for oldest in self._server.connections[: 1 - _MAX_CONNECTIONS]:
+            if oldest.transport is not None:
+                oldest.transport.abort()
+        handler = self._server()
+        transport.set_protocol(handler)
+        handler.connection_made(transport)
 
 
 async def _bound(host: str, port: int) -> socket.socket:

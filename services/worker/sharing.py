@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ __all__ = ["SharedMemory", "Sight"]
 _LOCK_WITHIN_S: Final = 0.02
 _JOIN_WITHIN_S: Final = 1.0
 _LOCK_PAUSE_S: Final = 0.0005
+_MAX_TABLE_BYTES: Final = 1 << 20
+_REMOVE_IT: Final = "stop the workers that share it and remove it"
 _GONE_FOR_S: Final = 5.0
 """How long what a dead worker promised stays promised: its engine may not have noticed yet."""
 
@@ -213,12 +216,19 @@ class SharedMemory:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def _read(self) -> _Table:
+        path = self._folder / "table.json"
         try:
-            return msgspec.json.decode((self._folder / "table.json").read_bytes(), type=_Table)
+            known = path.stat()
+            if not stat.S_ISREG(known.st_mode) or known.st_size > _MAX_TABLE_BYTES:
+                raise EngineError(f"{path} cannot be read: it is no file of ours; {_REMOVE_IT}")
+            table = msgspec.json.decode(path.read_bytes(), type=_Table)
         except FileNotFoundError:
             return _Table()
-        except msgspec.DecodeError as error:
-            raise EngineError(f"{self._folder / 'table.json'} cannot be read: {error}") from None
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise EngineError(f"{path} cannot be read: {error}; {_REMOVE_IT}") from None
+        if any(not member or "/" in member or "\0" in member for member in table.parts):
+            raise EngineError(f"{path} cannot be read: it names no workers of ours; {_REMOVE_IT}")
+        return table
 
     def _write(self, table: _Table) -> None:
         """As a whole or not at all, whenever we are killed."""

@@ -302,6 +302,19 @@ async def test_no_broker_is_said_with_its_address_and_without_its_password() -> 
     assert "HEADRACE_NATS_URL" in str(no.value)
 
 
+async def test_a_long_wait_for_a_broker_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("headrace.bus.connection._SILENT_S", 0.1)
+    settings = Settings(state_dir="unused", retry_for_s=0.5)
+    with pytest.raises(BrokerUnavailableError):
+        async with connect("nats://me:secret@127.0.0.1:9", settings, name="test"):
+            pass
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "no NATS server answers at nats://127.0.0.1:9 yet; trying for 0.5 s"
+    ]
+
+
 async def test_a_callback_that_fails_after_a_reconnect_hurts_no_other(bus: Bus) -> None:
     called = asyncio.Event()
 

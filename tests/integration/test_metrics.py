@@ -168,3 +168,38 @@ async def test_a_port_that_is_taken_is_waited_for_and_keeps_no_monitor_from_its_
                 return False
 
             await until(is_served)
+
+
+async def test_clients_that_say_nothing_keep_nobody_out(
+    broker_url: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.monitor.http._MAX_CONNECTIONS", 8)
+    port = a_port()
+    async with deployment(broker_url, prefix, monitor_port=port) as running, contextlib.AsyncExitStack() as silent:
+        await running.monitor()
+        await listening(port)
+        readers = []
+        for _ in range(40):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            silent.callback(writer.close)
+            readers.append(reader)
+        await scrape(port)
+
+        async def are_few() -> bool:
+            return sum(not reader.at_eof() and reader.exception() is None for reader in readers) < 8
+
+        await until(are_few)
+
+
+async def test_scrapes_that_nobody_waits_for_any_more_delay_nobody(broker_url: str, prefix: str) -> None:
+    port = a_port()
+    async with deployment(broker_url, prefix, monitor_port=port) as running:
+        await running.monitor()
+        await listening(port)
+        for _ in range(100):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            await writer.drain()
+            writer.close()
+        async with asyncio.timeout(5):
+            await scrape(port)

@@ -220,6 +220,9 @@ async def test_what_keeps_it_from_starting_is_said(tmp_path: Path) -> None:
     with pytest.raises(EngineStartError, match=r"the vLLM server exited with code 3:\nno such device"):
         async with started("--fake-exit 3"):
             pass
+    silent = {"command": "sh -c 'test $2 = --version && echo 0.32.0 || sleep 60' x", "start_timeout_s": "0.5"}
+    with pytest.raises(EngineStartError, match=r"the vLLM server was not ready after 0\.5 s$"):
+        await make_engine("vllm", "m", silent).start()
     with pytest.raises(EngineStartError, match="vLLM is not installed"):
         await make_engine("vllm", "m", {"command": "no-such-program"}).start()
 

@@ -184,6 +184,21 @@ def test_a_table_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         SharedMemory(tmp_path, name="one").open()
 
 
+@pytest.mark.parametrize(
+    "text", ['{"a":' + "[" * 100_000, '{"parts":{"a\\u0000b":{}}}', '{"parts":{"../x":{}}}', " " * (2 << 20)]
+)
+def test_a_table_of_somebody_elses_is_refused_with_what_to_do(tmp_path: Path, text: str) -> None:
+    (tmp_path / "table.json").write_text(text)
+    with pytest.raises(EngineStartError, match=r"table\.json cannot be read: .*remove it"):
+        SharedMemory(tmp_path, name="one").open()
+
+
+def test_a_table_that_is_no_file_keeps_nobody_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "table.json")
+    with pytest.raises(EngineStartError, match="it is no file of ours"):
+        SharedMemory(tmp_path, name="one").open()
+
+
 def test_a_gpu_that_has_the_machines_memory_shares_it_with_the_machine(tmp_path: Path) -> None:
     of_card = Memory(total_bytes=1, free_bytes=1, source="gpu", gpu="GPU-aa11")
     unified = Memory(total_bytes=1, free_bytes=1, source="system", gpu="GPU-ee55")

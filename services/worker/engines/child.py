@@ -69,7 +69,8 @@ class ServerChild:
             waiting.cancel()
             dying.cancel()
             await asyncio.gather(waiting, dying, return_exceptions=True)
-        raise EngineStartError(f"the {self._name} was not ready after {timeout_s:g} s:\n{self._process.tail()}")
+        tail = self._process.tail()
+        raise EngineStartError(f"the {self._name} was not ready after {timeout_s:g} s" + (f":\n{tail}" if tail else ""))
 
     def check_alive(self) -> None:
         """Raises `EngineError` once it has ended."""
