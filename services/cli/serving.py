@@ -31,14 +31,11 @@ def run_part(name: Service, settings: Settings, part: Part, *, log_format: LogFo
 
     Raises HeadraceError where it cannot start or go on. A second signal ends the process at once.
     """
-    import uvloop  # by parts alone: it would slow down the start of every other command
-
     configure_logging(name, settings.log_level, json=log_format == "json", worker=worker)
     service = f"headrace-{name}"
     with telemetry.configure(service, instance_id=worker, version=__version__):
         _tame_garbage_collection()
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(service, settings, part, inbox_prefix=service_inbox(name, worker)))
+        asyncio.run(_serve(service, settings, part, inbox_prefix=service_inbox(name, worker)))
 
 
 def _tame_garbage_collection() -> None:
