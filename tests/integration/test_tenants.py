@@ -1,6 +1,7 @@
 """Tenants and their API keys: made and revoked by the command, asked for at the gateway, kept apart everywhere."""
 
 import asyncio
+import contextlib
 import io
 import json
 import logging
@@ -13,6 +14,7 @@ import openai
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletion
 
 from headrace.bus.configuration import ConfigView, read_entries
 from headrace.bus.keyvalue import Bucket
@@ -269,14 +271,24 @@ async def test_removing_a_tenant_says_what_goes_on(running: Deployment, gateway:
     key = await new_tenant(headrace, gateway, "acme")
     await ensure_jobs_stream(running.bus, "later")
     async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0, timeout=20) as client:
-        waiting = asyncio.create_task(client.chat.completions.create(**{**HELLO, "model": "later"}))
-        await until(lambda: _has_queued(running, "later"))
+        waiting = await _queued_request(running, client, "later")
         removed = await headrace.run("tenant", "remove", "acme")
         assert "1 of its requests are queued or running and go on" in removed.output
         await refused_soon(gateway, key)
         assert await is_let_in(gateway, keeper)
         await running.worker(model="later")
         assert (await waiting).choices[0].finish_reason == "length"
+
+
+async def _queued_request(running: Deployment, client: AsyncOpenAI, model: str) -> "asyncio.Task[ChatCompletion]":
+    """A request that waits in its tenant's queue: asked again until the router has heard of tenant and model too."""
+    while True:
+        waiting = asyncio.create_task(client.chat.completions.create(**{**HELLO, "model": model}))
+        with contextlib.suppress(TimeoutError):
+            await until(lambda: _has_queued(running, model), timeout_s=2.0)
+            return waiting
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
 
 
 async def _has_queued(running: Deployment, model: str) -> bool:
