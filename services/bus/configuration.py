@@ -101,6 +101,7 @@ class ConfigView:
                 raise
             log.warning("the configuration cannot be read yet: %s", error)
         keys = f"{self._bucket.prefix}>"
+        self._pushed.set()  # what was written between that reading and the subscription is looked for at once
         async with following(self._bus, keys, on_push=self._on_push, look_for_ever=self._read_for_ever):
             yield
 
