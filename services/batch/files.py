@@ -31,7 +31,7 @@ class Files:
         files = await self._records.files(tenant)
         gone = [file for file in files if file.expires_at <= now]
         for file in gone:  # it asked for less time than its bytes were given before that was known
-            await self._remove(file)
+            await self.bar(tenant, file.id)
         if len(files) - len(gone) >= limit:
             raise RequestError(
                 Refusal(
@@ -56,7 +56,7 @@ class Files:
 
     async def remove(self, tenant: Tenant, file: str) -> None:
         """Remove a file. Raises RequestError (`file_not_found`), BrokerError."""
-        await self._remove(await self.get(tenant, file))
+        await self.bar(tenant, (await self.get(tenant, file)).id)
 
     def read(self, tenant: Tenant, file: str) -> AsyncIterator[bytes]:
         """The bytes of a file. Raises ObjectGoneError, BrokerError while it is read."""
@@ -98,9 +98,6 @@ class Files:
         """Remove a file that may be there, or be on its way. Raises BrokerError."""
         await self._records.remove_file(tenant, file)
         await self._objects.remove(object_name(tenant, file))
-
-    async def _remove(self, file: FileRecord) -> None:
-        await self.bar(Tenant(file.tenant), file.id)
 
 
 class Upload:

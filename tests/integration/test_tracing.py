@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
@@ -20,6 +21,15 @@ from tests.processes import part, serving
 
 MODEL = "sim-model"
 WANTED = {f"chat {MODEL}", f"publish {MODEL}", "admit", f"wait {MODEL}", f"process {MODEL}"}
+
+
+def _traced(receiver: OtlpReceiver, url: str, prefix: str, state_dir: Path) -> Callable[..., ChildProcess]:
+    """Starts parts that send their spans to the receiver."""
+
+    def started(*arguments: str, **variables: str) -> ChildProcess:
+        return part(*arguments, url=url, prefix=prefix, state_dir=state_dir, **receiver.environ, **variables)
+
+    return started
 
 
 async def test_one_trace_has_client_router_queue_wait_worker_and_engine(
@@ -68,10 +78,7 @@ async def test_the_trace_of_a_caller_over_http_goes_through_to_the_engine(
     port = free_port("127.0.0.1", 0)
     caller = "4bf92f3577b34da6a3ce929d0e0e4736"
     with OtlpReceiver() as receiver:
-
-        def traced(*arguments: str, **variables: str) -> ChildProcess:
-            environ = {**receiver.environ, **variables}
-            return part(*arguments, url=broker_url, prefix=prefix, state_dir=tmp_path, **environ)
+        traced = _traced(receiver, broker_url, prefix, tmp_path)
 
         async with (
             traced("serve", "router"),
@@ -107,20 +114,17 @@ async def test_an_answer_that_a_second_worker_ends_is_one_trace(
     port = free_port("127.0.0.1", 0)
     caller = "0af7651916cd43dd8448eb211c80319c"
     with OtlpReceiver() as receiver:
-
-        def traced(*arguments: str, **variables: str) -> ChildProcess:
-            environ = {**receiver.environ, **variables}
-            return part("serve", *arguments, url=broker_url, prefix=prefix, state_dir=tmp_path, **environ)
+        traced = _traced(receiver, broker_url, prefix, tmp_path)
 
         def worker(name: str) -> ChildProcess:
             speed = "tokens_per_second=40"
-            return traced("worker", "--engine", "sim", "--model", MODEL, "--worker-id", name, "-o", speed)
+            return traced("serve", "worker", "--engine", "sim", "--model", MODEL, "--worker-id", name, "-o", speed)
 
         async with (
-            traced("router"),
-            traced("monitor"),
+            traced("serve", "router"),
+            traced("serve", "monitor"),
             worker("first") as first,
-            traced("gateway", HEADRACE_HTTP_PORT=str(port)),
+            traced("serve", "gateway", HEADRACE_HTTP_PORT=str(port)),
             headrace.client.connect(broker_url, settings=Settings(prefix=prefix)) as client,
         ):
             await serving(client, MODEL)
@@ -150,15 +154,12 @@ async def test_a_client_that_leaves_in_mid_stream_leaves_one_span_as_long_as_the
     port = free_port("127.0.0.1", 0)
     caller = "b7ad6b7169203331b7ad6b7169203331"
     with OtlpReceiver() as receiver:
-
-        def traced(*arguments: str, **variables: str) -> ChildProcess:
-            environ = {**receiver.environ, **variables}
-            return part("serve", *arguments, url=broker_url, prefix=prefix, state_dir=tmp_path, **environ)
+        traced = _traced(receiver, broker_url, prefix, tmp_path)
 
         parts = [
-            traced("router"),
-            traced("worker", "--engine", "sim", "--model", MODEL, "-o", "tokens_per_second=20"),
-            traced("gateway", HEADRACE_HTTP_PORT=str(port)),
+            traced("serve", "router"),
+            traced("serve", "worker", "--engine", "sim", "--model", MODEL, "-o", "tokens_per_second=20"),
+            traced("serve", "gateway", HEADRACE_HTTP_PORT=str(port)),
         ]
         async with (
             parts[0],
