@@ -202,7 +202,6 @@ class Worker:
             return
         await starting
         await self._adopt_facts()
-        self._set_state("Ready")
         supervising = group.create_task(self._supervise_engine(), name="engine")
         ctl = await self._bus.subscribe(self._bus.names.ctl(self._options.worker), cb=self._on_nudge)
         self._bus.on_reconnect.append(self._on_reconnect)
@@ -210,7 +209,7 @@ class Worker:
         try:
             async with (
                 self._queue,
-                self._view.running(),
+                self._view.running(may_come_later=True),
                 answering(
                     self._bus,
                     "headrace-worker",
@@ -219,6 +218,7 @@ class Worker:
                     metadata=metadata,
                 ),
             ):
+                self._set_state("Ready")
                 pulling = group.create_task(self._puller.run(), name="pull")
                 facts = self._engine.facts
                 log.info("worker %s is ready: engine %s %s", self._options.worker, facts.name, facts.version)
