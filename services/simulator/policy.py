@@ -27,6 +27,8 @@ class PolicyOptions(msgspec.Struct, frozen=True, kw_only=True):
     dispatch_s: float = 0.0007
     hint_wait_s: float = 0.002
     heartbeat_s: float = 0.5
+    beat_gap_s: float = 0.02
+    neighbours_s: float = 0.1
     resync_s: float = 0.150
     max_held: int = 4
     max_recent: int = 256

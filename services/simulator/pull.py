@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from headrace.discipline.affinity import preferred
 from headrace.discipline.placement import WorkerView
-from headrace.simulator.ahead import Ahead
 from headrace.simulator.engine import Engine
 from headrace.simulator.policy import Ground
 from headrace.simulator.prefixhints import hashes_of
@@ -21,20 +20,22 @@ class Pull:
     """A request is queued; its wake rings the worker that the hint names, and one member of the wake group at random.
 
     Who is woken and not named waits `hint_wait_s` first. A worker also looks every `resync_s` while anything is
-    unfinished, and when it gets room again. Router and workers know of each other by heartbeats alone,
-    which are up to `heartbeat_s` old. With `ahead`, workers look past the head of a queue.
+    unfinished, and when it gets room again. Router and workers know of each other by heartbeats alone. Those go out
+    each `heartbeat_s`, and when something changed, `beat_gap_s` apart; workers list them each `neighbours_s` at most.
     """
 
-    def __init__(self, ground: Ground, *, ahead: Ahead | None = None) -> None:
+    def __init__(self, ground: Ground) -> None:
         self._clock = ground.clock
         self._random = ground.random
         self._options = ground.options
         self._queues = Queues(ground.options.weights)
         self._workers = {
-            engine.name: PullWorker(engine, ground, self._queues, ahead=ahead, others=self._others, ring=self._ring)
+            engine.name: PullWorker(engine, ground, self._queues, others=self._others, ring=self._ring, changed=self._to_beat)
             for engine in ground.engines
         }
         self._beats = {name: worker.view() for name, worker in self._workers.items()}
+        self._to_come: set[str] = set()
+        self._listed: dict[str, tuple[float, Sequence[WorkerView]]] = {}
         self._num_open = 0
         self._resting: list[Callable[[], None]] = []
         for number, name in enumerate(self._workers):
@@ -53,8 +54,7 @@ class Pull:
             self._resting.pop()()
 
     def read(self, engine: Engine, request: Request) -> None:
-        """Its worker may look for the next one."""
-        self._workers[engine.name].read(request)
+        """Nothing to do."""
 
     def finished(self, engine: Engine, request: Request) -> None:
         """Its worker looks for the next one."""
@@ -74,10 +74,14 @@ class Pull:
             self._clock.after(self._options.hint_wait_s, member.begin_round)
 
     def _ring(self, name: str) -> None:
-        self._workers[name].begin_round(is_named=True)
+        self._workers[name].begin_round()
 
     def _others(self, name: str) -> Sequence[WorkerView]:
-        return [view for view in self._beats.values() if view.worker != name]
+        at_s, listed = self._listed.get(name, (-math.inf, ()))
+        if self._clock.now_s - at_s >= self._options.neighbours_s:
+            listed = [view for view in self._beats.values() if view.worker != name]
+            self._listed[name] = (self._clock.now_s, listed)
+        return listed
 
     def _tick(self, phase: float, period_s: float, action: Callable[[], None]) -> None:
         """Do it once a period, at its own phase, while anything is unfinished."""
@@ -97,7 +101,13 @@ class Pull:
 
         self._resting.append(again)
 
+    def _to_beat(self, name: str) -> None:
+        if name not in self._to_come:
+            self._to_come.add(name)
+            self._clock.after(self._options.beat_gap_s, lambda: self._beat(name))
+
     def _beat(self, name: str) -> None:
+        self._to_come.discard(name)
         self._beats[name] = self._workers[name].view()
 
     def _resync(self, name: str) -> None:

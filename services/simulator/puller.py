@@ -1,18 +1,18 @@
 """One worker of our policy: what it fetches, holds, starts and hands back, by the discipline's own functions."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from headrace.discipline.affinity import RecentPrefixes, landmarks, num_matching
+from headrace.discipline.affinity import RecentPrefixes, landmarks
+from headrace.discipline.aside import aside_s
 from headrace.discipline.choice import charge, order
 from headrace.discipline.placement import Placement, WorkerView, place
 from headrace.discipline.room import Room, Waiter, fetchable_tokens, startable
 from headrace.discipline.shares import Shares
 from headrace.schemas.subjects import LANES, QueueName
-from headrace.simulator.ahead import Ahead, Candidate, choose, ripe_in_s
 from headrace.simulator.engine import Engine
 from headrace.simulator.policy import Ground
-from headrace.simulator.prefixhints import TOKENS_PER_BLOCK
 from headrace.simulator.queues import Queues
 from headrace.simulator.requests import Request
 
@@ -22,7 +22,8 @@ __all__ = ["PullWorker"]
 class PullWorker:
     """Fetches one request at a time while its ledger has room, and submits to its engine only what fits to the end.
 
-    `others` are the other workers by their last heartbeats; `ring` wakes one of them.
+    `others` are the other workers by their last heartbeats; `ring` wakes one of them. `changed` is told of each change
+    that makes a heartbeat.
     """
 
     def __init__(
@@ -31,28 +32,25 @@ class PullWorker:
         ground: Ground,
         queues: Queues,
         *,
-        ahead: Ahead | None,
         others: Callable[[str], Sequence[WorkerView]],
         ring: Callable[[str], None],
+        changed: Callable[[str], None],
     ) -> None:
         self.name: Final = engine.name
         self._engine = engine
         self._clock = ground.clock
         self._options = ground.options
         self._queues = queues
-        self._ahead = ahead
         self._others = others
         self._ring = ring
+        self._changed = changed
         self._shares = Shares()
         self._recent = RecentPrefixes(size=ground.options.max_recent)
         self._prefixes: frozenset[str] = frozenset()  # what it recalls
         self._held: list[Request] = []  # by lane, then as they came
+        self._aside: list[Request] = []
         self._num_running = 0
         self._reserved_tokens = 0
-        self._unread: dict[int, int] = {}
-        self._num_unread_tokens = 0
-        self._looks_at_s = 0.0
-        self._num_passed = 0  # fetches since the last one of a head
         self._has_room: bool | None = None  # None: to be found out
         self._is_fetching = False
         self._is_behind = False
@@ -70,21 +68,23 @@ class PullWorker:
     @property
     def can_fetch(self) -> bool:
         """Whether it is a member of the wake group."""
-        is_reading = self._ahead is not None and self._num_unread_tokens >= self._ahead.max_unread_tokens
-        return not is_reading and self._can_hold()
+        if self._has_room is None or self._held:  # those that are held age
+            tokens = fetchable_tokens(
+                self.room, self._waiters(), ageing_s=self._options.ageing_s, max_waiters=self._options.max_held
+            )
+            self._has_room = tokens > 0
+        return self._has_room
 
     def view(self) -> WorkerView:
         """What a heartbeat sent now would say."""
         return WorkerView(worker=self.name, room=self.room, num_waiting=len(self._held), prefixes=self._prefixes)
 
-    def begin_round(self, *, is_named: bool = False) -> None:
+    def begin_round(self) -> None:
         """Choose a queue and fetch from it, if there is room and something waits; at most one fetch at a time.
 
         Each fetch is followed by another look, so a wake that comes during one is not lost.
         """
-        if self._is_fetching or not self._queues.num_waiting:
-            return
-        if not (self._can_hold() if is_named else self.can_fetch):
+        if self._is_fetching or not self._queues.num_waiting or not self.can_fetch:
             return
         self._is_fetching = True
         names = order(self._queues.views(self._clock.now_s), self._shares, ageing_s=self._options.ageing_s)
@@ -115,37 +115,21 @@ class PullWorker:
                 self._has_room = None
                 self._give_back(request, target)
 
-    def read(self, request: Request) -> None:
-        """It has its first token: there may be time to read another prompt."""
-        self._num_unread_tokens -= self._unread.pop(request.index)
-        if self._ahead is not None:
-            self.look()
-
     def finished(self, request: Request) -> None:
         """It ended: its memory is free, and its queue gets back what it did not use of what was charged."""
         self._num_running -= 1
         self._reserved_tokens -= request.need_tokens
+        self._changed(self.name)
         arrival = request.arrival
         self._refund(request, request.need_tokens - arrival.prompt_tokens - arrival.output_tokens)
         self._start_held()
         self.look()
 
-    def _can_hold(self) -> bool:
-        if self._has_room is None or self._held:  # those that are held age
-            tokens = fetchable_tokens(
-                self.room, self._waiters(), ageing_s=self._options.ageing_s, max_waiters=self._options.max_held
-            )
-            self._has_room = tokens > 0
-        return self._has_room
-
     def _fetched(self, names: Sequence[QueueName]) -> None:
         self._is_fetching = False
         for name in names:
-            index = 0 if self._ahead is None else self._look_ahead(self._ahead, name)
-            if index is None:
-                continue
             views = self._queues.views(self._clock.now_s)
-            request = self._queues.fetch(name, index)
+            request = self._queues.fetch(name)
             if request is not None:
                 self._is_behind = not self._is_fresh(request)
                 charge(views, self._shares, name, request.need_tokens, ageing_s=self._options.ageing_s)
@@ -154,31 +138,33 @@ class PullWorker:
                 return
         self._is_behind = False
 
-    def _look_ahead(self, ahead: Ahead, name: QueueName) -> int | None:
-        """Which of the queue to take; if none yet, there is another round when there may be one."""
-        now_s = self._clock.now_s
-        heads = [
-            Candidate(
-                hashes=request.hashes,
-                waited_s=now_s - request.arrival.time_s,
-                is_for_other=request.named not in (None, self.name),
-            )
-            for request in self._queues.heads(name, ahead.num_ahead)
-        ]
-        index = choose(ahead, heads, self._prefixes, num_passed=self._num_passed)
-        if index is not None:
-            self._num_passed = self._num_passed + 1 if index else 0
-        elif heads and now_s >= self._looks_at_s:
-            self._looks_at_s = now_s + ripe_in_s(ahead, heads)
-            self._clock.at(self._looks_at_s, self.begin_round)
-        return index
-
     def _accept(self, request: Request) -> None:
         request.num_delivered += 1
         request.fetched_s = self._clock.now_s
         if request.num_delivered == 1 and request.named not in (None, self.name) and self._is_fresh(request):
             self._give_back(request, request.named)
             return
+        patience_s = aside_s(
+            request.hashes,
+            self._prefixes,
+            self._others(self.name),
+            request.need_tokens,
+            num_delivered=request.num_delivered,
+            num_aside=len(self._aside),
+        )
+        if patience_s:
+            self._aside.append(request)
+            self._clock.after(patience_s, functools.partial(self._take_back, request, request.num_delivered))
+        else:
+            self._hold(request)
+
+    def _take_back(self, request: Request, num_delivered: int) -> None:
+        """Nobody else got it, and there is room: it starts here."""
+        if request in self._aside and request.num_delivered == num_delivered:
+            self._aside.remove(request)
+            self._hold(request)
+
+    def _hold(self, request: Request) -> None:
         self._held.append(request)
         self._held.sort(key=lambda held: LANES.index(held.arrival.lane))
         self._start_held()
@@ -192,7 +178,7 @@ class PullWorker:
         self._refund(request, request.need_tokens)
 
         def put() -> None:
-            self._queues.put(request, at_head=True)
+            self._queues.put(request, is_handed_back=True)
             if target is not None:
                 self._ring(target)
 
@@ -207,16 +193,18 @@ class PullWorker:
         self._held = [each for index, each in enumerate(self._held) if index not in starting]
         for request in chosen:
             self._start(request)
+        if not self.can_fetch:
+            aside, self._aside = self._aside, []
+            for request in aside:
+                self._give_back(request, None)
 
     def _start(self, request: Request) -> None:
         self._num_running += 1
         self._reserved_tokens += request.need_tokens
-        num_known = num_matching(request.hashes, self._prefixes) * TOKENS_PER_BLOCK
-        self._unread[request.index] = max(1, request.arrival.prompt_tokens - num_known)
-        self._num_unread_tokens += self._unread[request.index]
         if request.hashes:
             self._recent.note(landmarks(request.hashes))
             self._prefixes = frozenset(self._recent)
+        self._changed(self.name)
         self._engine.submit(request)
 
     def _waiters(self) -> list[Waiter]:

@@ -1,6 +1,5 @@
 """The broker's side of our policy: a queue for each lane and tenant, first in, first out."""
 
-import itertools
 from collections import deque
 from collections.abc import Mapping
 
@@ -11,36 +10,43 @@ from headrace.simulator.requests import Request
 __all__ = ["Queues"]
 
 
+class _Queue:
+    """Those that were handed back, in the order in which they came back, and then the others."""
+
+    def __init__(self) -> None:
+        self.returned: deque[Request] = deque()
+        self.new: deque[Request] = deque()
+
+    def __len__(self) -> int:
+        return len(self.returned) + len(self.new)
+
+    @property
+    def next(self) -> deque[Request]:
+        """Where its head stands."""
+        return self.returned or self.new
+
+
 class Queues:
-    """Requests that wait, by queue; one that is handed back stands at the head again."""
+    """Requests that wait, by queue; as the broker does, it gives those that were handed back before the others."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
-        self._waiting: dict[QueueName, deque[Request]] = {}
+        self._queues: dict[QueueName, _Queue] = {}
         self.num_waiting = 0
 
-    def put(self, request: Request, *, at_head: bool = False) -> None:
+    def put(self, request: Request, *, is_handed_back: bool = False) -> None:
         """It waits from now on."""
-        queue = self._waiting.setdefault(request.queue, deque())
-        if at_head:
-            queue.appendleft(request)
-        else:
-            queue.append(request)
+        queue = self._queues.setdefault(request.queue, _Queue())
+        (queue.returned if is_handed_back else queue.new).append(request)
         self.num_waiting += 1
 
-    def heads(self, name: QueueName, number: int) -> list[Request]:
-        """The first so many of a queue; fewer if there are no more."""
-        return list(itertools.islice(self._waiting.get(name, ()), number))
-
-    def fetch(self, name: QueueName, index: int = 0) -> Request | None:
-        """Take the head of a queue, or the one at that index; None if there is none."""
-        queue = self._waiting.get(name)
-        if queue is None or index >= len(queue):
+    def fetch(self, name: QueueName) -> Request | None:
+        """Take the head of a queue; None if there is none."""
+        queue = self._queues.get(name)
+        if not queue:
             return None
-        request = queue[index]
-        del queue[index]
         self.num_waiting -= 1
-        return request
+        return queue.next.popleft()
 
     def views(self, now_s: float) -> list[QueueView]:
         """All that have something waiting."""
@@ -48,9 +54,9 @@ class Queues:
             QueueView(
                 name=name,
                 num_waiting=len(queue),
-                oldest_wait_s=now_s - queue[0].arrival.time_s,
+                oldest_wait_s=now_s - queue.next[0].arrival.time_s,
                 weight=self._weights.get(name.queue, 1.0),
             )
-            for name, queue in self._waiting.items()
+            for name, queue in self._queues.items()
             if queue
         ]

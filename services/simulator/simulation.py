@@ -8,7 +8,6 @@ from typing import Final
 
 import msgspec
 
-from headrace.simulator.ahead import Ahead
 from headrace.simulator.clock import Clock
 from headrace.simulator.engine import Engine
 from headrace.simulator.fixed import FixedConcurrency
@@ -24,7 +23,6 @@ __all__ = ["POLICIES", "Outcome", "simulate"]
 POLICIES: Final[Mapping[str, Callable[[Ground], Policy]]] = MappingProxyType(
     {
         "headrace": Pull,
-        "headrace-ahead": functools.partial(Pull, ahead=Ahead()),
         "round-robin": RoundRobin,
         "least-requests": LeastRequests,
         "fixed-concurrency": FixedConcurrency,
