@@ -122,8 +122,7 @@ def simulate_command(
     decides by the functions that worker and router use. Nothing depends on this machine or its clock.
 
     \b
-    headrace           pull: fair queues, memory reserved, prefixes by hint
-    headrace-ahead     the same, looking for warm prefixes in a queue; a proposal, not built
+    headrace           pull: fair queues, memory reserved, requests where their prefix is cached
     round-robin        push to each engine in its turn
     least-requests     push to the engine with the fewest requests in flight
     fixed-concurrency  one queue, a fixed number of requests per engine

@@ -71,15 +71,23 @@ def order(views: Iterable[QueueView], shares: Shares, *, ageing_s: float) -> lis
     return list(dict.fromkeys(ordered))
 
 
-def charge(views: Iterable[QueueView], shares: Shares, queue: QueueName, tokens: float, *, ageing_s: float) -> None:
+def charge(
+    views: Iterable[QueueView],
+    shares: Shares,
+    queue: QueueName,
+    tokens: float,
+    *,
+    ageing_s: float,
+    is_undone: bool = False,
+) -> None:
     """Pay for a request taken from `queue`, with the views of the choice; negative: a refund.
 
     The lanes' turns are paid too, by the highest lane or by one served because it was aged; never for interrupted
-    requests, and never back.
+    requests, and paid back only where the choice `is_undone`: the request stands at the head of its queue again.
     """
     seen = _Snapshot(views, ageing_s)
     shares.charge(queue, tokens, seen.names, seen.weights)
-    if tokens <= 0 or queue in seen.interrupted:
+    if (tokens <= 0 and not is_undone) or queue in seen.interrupted:
         return
     if seen.top is None or LANES.index(queue.lane) <= LANES.index(seen.top):
         shares.lanes.charge(STRICT, tokens, seen.turns, _TURN_WEIGHTS)

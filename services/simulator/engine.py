@@ -15,7 +15,7 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """Runs requests in the order they were submitted; `on_read` is called at a first token, `on_finished` at each end.
+    """Runs requests in the order they were submitted; `on_finished` is called at each end.
 
     A step begins when the one before has ended. It decodes one token for each request that has its first, and reads
     prompts with what is left of `max_step_tokens`. A request is admitted when a slot is free and its prompt fits into
@@ -33,7 +33,6 @@ class Engine:
         model: EngineModel,
         clock: Clock,
         *,
-        on_read: Callable[["Engine", Request], None],
         on_finished: Callable[["Engine", Request], None],
     ) -> None:
         self.name: Final = name
@@ -43,7 +42,6 @@ class Engine:
         self.used_token_s = 0.0  # integral of the memory used over time
         self.num_preemptions = 0
         self._clock = clock
-        self._on_read = on_read
         self._on_finished = on_finished
         self._admitted: dict[int, Request] = {}
         self._reading: deque[Request] = deque()
@@ -147,22 +145,19 @@ class Engine:
         self._context_tokens += grown
         self._step += num_steps
         self._num_steps = 0
-        has_token, finished = [], []
+        finished = []
         for request, number in self._reads:
             request.num_to_read -= number
             if not request.num_to_read:
                 self._reading.popleft()
                 if request.first_token_s is None:
                     request.first_token_s = self._clock.now_s
-                    has_token.append(request)
                 self._join(request)
         while self._ends and (self._is_stale(self._ends[0]) or self._ends[0][0] <= self._step):
             entry = heapq.heappop(self._ends)
             if not self._is_stale(entry):
                 finished.append(entry[2])
                 self._leave(entry[2])
-        for request in has_token:
-            self._on_read(self, request)
         for request in finished:
             request.finished_s = self._clock.now_s
             self._on_finished(self, request)

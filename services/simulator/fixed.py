@@ -23,9 +23,6 @@ class FixedConcurrency:
         self._queue.append(request)
         self._fill()
 
-    def read(self, engine: Engine, request: Request) -> None:
-        """Nothing to do."""
-
     def finished(self, engine: Engine, request: Request) -> None:
         """The next one takes its place."""
         self._in_flight[engine.name] -= 1

@@ -49,8 +49,5 @@ class Policy(Protocol):
     def arrive(self, request: Request) -> None:
         """It arrived, now."""
 
-    def read(self, engine: Engine, request: Request) -> None:
-        """This engine has read its prompt and made the first token, now."""
-
     def finished(self, engine: Engine, request: Request) -> None:
         """It ended on this engine, now."""

@@ -30,7 +30,9 @@ class Pull:
         self._options = ground.options
         self._queues = Queues(ground.options.weights)
         self._workers = {
-            engine.name: PullWorker(engine, ground, self._queues, others=self._others, ring=self._ring, changed=self._to_beat)
+            engine.name: PullWorker(
+                engine, ground, self._queues, others=self._others, ring=self._ring, changed=self._to_beat
+            )
             for engine in ground.engines
         }
         self._beats = {name: worker.view() for name, worker in self._workers.items()}
@@ -52,9 +54,6 @@ class Pull:
         self._clock.after(self._options.dispatch_s / 2, lambda: self._wake(request.named))
         while self._resting:
             self._resting.pop()()
-
-    def read(self, engine: Engine, request: Request) -> None:
-        """Nothing to do."""
 
     def finished(self, engine: Engine, request: Request) -> None:
         """Its worker looks for the next one."""

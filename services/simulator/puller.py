@@ -144,14 +144,16 @@ class PullWorker:
         if request.num_delivered == 1 and request.named not in (None, self.name) and self._is_fresh(request):
             self._give_back(request, request.named)
             return
-        patience_s = aside_s(
-            request.hashes,
-            self._prefixes,
-            self._others(self.name),
-            request.need_tokens,
-            num_delivered=request.num_delivered,
-            num_aside=len(self._aside),
-        )
+        patience_s = 0.0
+        if self.room.fits(request.need_tokens):
+            patience_s = aside_s(
+                request.hashes,
+                self._prefixes,
+                self._others(self.name),
+                request.need_tokens,
+                num_delivered=request.num_delivered,
+                num_aside=len(self._aside),
+            )
         if patience_s:
             self._aside.append(request)
             self._clock.after(patience_s, functools.partial(self._take_back, request, request.num_delivered))
@@ -159,10 +161,13 @@ class PullWorker:
             self._hold(request)
 
     def _take_back(self, request: Request, num_delivered: int) -> None:
-        """Nobody else got it, and there is room: it starts here."""
+        """It is not warm here; but it still is here, and starts here if there is room."""
         if request in self._aside and request.num_delivered == num_delivered:
             self._aside.remove(request)
-            self._hold(request)
+            if self.room.fits(request.need_tokens):
+                self._hold(request)
+            else:
+                self._give_back(request, None, is_undone=True)
 
     def _hold(self, request: Request) -> None:
         self._held.append(request)
@@ -174,8 +179,8 @@ class PullWorker:
         """Whether the worker that its hint names is about to fetch it."""
         return self._clock.now_s - request.arrival.time_s <= self._options.dispatch_s + self._options.hint_wait_s
 
-    def _give_back(self, request: Request, target: str | None) -> None:
-        self._refund(request, request.need_tokens)
+    def _give_back(self, request: Request, target: str | None, *, is_undone: bool = False) -> None:
+        self._refund(request, request.need_tokens, is_undone=is_undone)
 
         def put() -> None:
             self._queues.put(request, is_handed_back=True)
@@ -196,7 +201,7 @@ class PullWorker:
         if not self.can_fetch:
             aside, self._aside = self._aside, []
             for request in aside:
-                self._give_back(request, None)
+                self._give_back(request, None, is_undone=True)
 
     def _start(self, request: Request) -> None:
         self._num_running += 1
@@ -214,6 +219,6 @@ class PullWorker:
         assert request.fetched_s is not None
         return self._clock.now_s - request.fetched_s
 
-    def _refund(self, request: Request, tokens: int) -> None:
+    def _refund(self, request: Request, tokens: int, *, is_undone: bool = False) -> None:
         views = self._queues.views(self._clock.now_s)
-        charge(views, self._shares, request.queue, -tokens, ageing_s=self._options.ageing_s)
+        charge(views, self._shares, request.queue, -tokens, ageing_s=self._options.ageing_s, is_undone=is_undone)

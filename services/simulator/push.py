@@ -25,9 +25,6 @@ class RoundRobin:
         self._engines[self._turn].submit(request)
         self._turn = (self._turn + 1) % len(self._engines)
 
-    def read(self, engine: Engine, request: Request) -> None:
-        """Nothing to do."""
-
     def finished(self, engine: Engine, request: Request) -> None:
         """Nothing to do."""
 
@@ -44,9 +41,6 @@ class LeastRequests:
         min(self._ground.engines, key=lambda each: (each.num_running + len(each.waiting), random.random())).submit(
             request
         )
-
-    def read(self, engine: Engine, request: Request) -> None:
-        """Nothing to do."""
 
     def finished(self, engine: Engine, request: Request) -> None:
         """Nothing to do: engines tell how many they have."""
@@ -82,9 +76,6 @@ class Scoring:
         best = max(self._ground.engines, key=score)
         self._in_flight[best.name][request.arrival.prefix] += 1
         best.submit(request)
-
-    def read(self, engine: Engine, request: Request) -> None:
-        """Nothing to do."""
 
     def finished(self, engine: Engine, request: Request) -> None:
         """Its prefix is no longer sure to be cached there."""

@@ -61,9 +61,6 @@ def simulate(
     clock = Clock()
     num_ended = 0
 
-    def on_read(engine: Engine, request: Request) -> None:
-        chosen.read(engine, request)
-
     def on_finished(engine: Engine, request: Request) -> None:
         nonlocal num_ended
         num_ended += 1
@@ -72,7 +69,7 @@ def simulate(
         chosen.finished(engine, request)
 
     engines = [
-        Engine(f"w{number}", model, clock, on_read=on_read, on_finished=on_finished) for number in range(num_workers)
+        Engine(f"w{number}", model, clock, on_finished=on_finished) for number in range(num_workers)
     ]
     chosen = POLICIES[policy](Ground(clock=clock, engines=engines, random=Random(f"{seed} policy"), options=options))
     requests: list[Request] = []

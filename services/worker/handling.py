@@ -28,6 +28,7 @@ from headrace.schemas.subjects import QueueName
 from headrace.telemetry import Span, Step, job_attributes, step_span
 from headrace.telemetry.names import EVENT_REQUEUED, HEADRACE_REASON
 from headrace.worker.appending import Appended
+from headrace.worker.aside import Asides
 from headrace.worker.claim import Action, Decision, Situation, decide
 from headrace.worker.engines.base import Engine
 from headrace.worker.entrance import Entrance, Entry
@@ -62,8 +63,9 @@ class Handler:
 
     `servers_of` says which pools' workers may run a pool's requests. `identity` gives this registration as an owner for
     a queue sequence; `beat_settled` waits for beats older than a number; `room_changed` is called when memory or a slot
-    is freed, `refund` with a queue and tokens that it was charged for and did not use here. Nothing it does with one
-    message can hurt another.
+    is freed, `refund` with a queue and tokens that it was charged for and did not use here, `undo` with those of a
+    choice that was not one; `is_full` says that nothing more starts here. Nothing it does with one message can hurt
+    another.
     `seconds_per_job` is a moving average over the jobs it ran to their end.
     """
 
@@ -82,7 +84,9 @@ class Handler:
         identity: Callable[[int], Owner],
         beat_settled: Callable[[int], Awaitable[None]],
         room_changed: Callable[[], None],
+        is_full: Callable[[], bool],
         refund: Callable[[QueueName, int], None],
+        undo: Callable[[QueueName, int], None],
         leave_to_another: Callable[[Delivery], None],
     ) -> None:
         self._bus = bus
@@ -115,6 +119,17 @@ class Handler:
             servers_of=servers_of,
             refund=refund,
             room_changed=room_changed,
+        )
+        self._asides = Asides(
+            pool=pool,
+            gate=gate,
+            entrance=self._entrance,
+            neighbours=neighbours,
+            served=served,
+            draining=self._settler.draining,
+            is_full=is_full,
+            room_changed=room_changed,
+            undo=undo,
         )
         self._reading = asyncio.Semaphore(_MAX_READS)
         self.seconds_per_job: float | None = None
@@ -172,6 +187,10 @@ class Handler:
         except (BrokerError, TimeoutError) as error:
             log.warning("job %s: %s; the broker will deliver it again", job.job, error)
 
+    def look(self) -> None:
+        """The room changed, or what is in it."""
+        self._asides.look()
+
     def drain(self) -> None:
         """Hand back what waits and stop taking more; what runs goes on until `stop` is called on it."""
         self._settler.draining.set()
@@ -184,6 +203,7 @@ class Handler:
             await self._entrance.hand_back(held, job, to=job.preferred)
             return
         plan: Plan | None = None
+        may_leave = True
         num_refused = 0
         while num_refused < _MAX_REFUSED and not held.is_void:
             async with self._reading:
@@ -191,6 +211,9 @@ class Handler:
             state = fold(read)
             decision = await self._decide(held, job, state)
             if decision.action is Action.RUN or decision.action is Action.CLAIM:
+                if may_leave and not state.was_started and await self._asides.leaves(held, job):
+                    return
+                may_leave = False
                 if plan is None:
                     planned = await self._planner.plan(job)
                     if isinstance(planned, NotNow):

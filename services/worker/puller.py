@@ -151,6 +151,14 @@ class Puller:
         views = list(self._views(queue.pool))
         choice.charge(views, self._shares_of(queue.pool), queue, -tokens, ageing_s=self._ageing_s)
 
+    def undo(self, queue: QueueName, tokens: int) -> None:
+        """A job fetched from the queue, of so many tokens, stands at its head again, as if it had not been fetched."""
+        views = list(self._views(queue.pool))
+        shares = self._shares_of(queue.pool)
+        choice.charge(views, shares, queue, -tokens, ageing_s=self._ageing_s, is_undone=True)
+        if queue in self._waiting:
+            self._waiting[queue] += 1
+
     async def run(self) -> None:
         """Fetch until stopped. Raises BrokerUnsuitableError where it never could."""
         self._look.set()

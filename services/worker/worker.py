@@ -132,7 +132,9 @@ class Worker:
             identity=self._identity,
             beat_settled=self._heart.settled,
             room_changed=self._room_changed,
+            is_full=self._is_full,
             refund=self._refund,
+            undo=self._undo,
             leave_to_another=self._leave_to_another,
         )
         self._puller = Puller(
@@ -275,6 +277,12 @@ class Worker:
             self._promised_room(), self._gate.waiters, ageing_s=self._settings.ageing_s, max_waiters=_MAX_WAITERS
         )
 
+    def _is_full(self) -> bool:
+        """Whether nothing more starts beside what has its place, whatever was fetched."""
+        return not self._is_up() or not fetchable_tokens(
+            self._gate.room, self._gate.waiters, ageing_s=self._settings.ageing_s, max_waiters=_MAX_WAITERS
+        )
+
     def _num_fetchable(self, limit: int) -> int:
         """How many jobs may be fetched at once, were each as large as the largest held; with none held, one."""
         return num_fetchable(
@@ -322,6 +330,9 @@ class Worker:
     def _refund(self, queue: QueueName, tokens: int) -> None:
         self._puller.refund(queue, tokens)
 
+    def _undo(self, queue: QueueName, tokens: int) -> None:
+        self._puller.undo(queue, tokens)
+
     def _leave_to_another(self, delivery: Delivery) -> None:
         self._puller.leave_to_another(delivery)
 
@@ -330,6 +341,7 @@ class Worker:
             self._set_state("Ready" if self._has_slots() else "Busy", self._gate.marks.reason)
         if self._startable_tokens() != self._told_tokens:
             self._heart.changed()
+        self._handler.look()
         self._puller.look()
 
     def _has_slots(self) -> bool:

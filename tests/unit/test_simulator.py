@@ -9,7 +9,6 @@ from click.testing import CliRunner
 
 from headrace.bench.simulate import simulate_command
 from headrace.discipline.affinity import landmarks
-from headrace.simulator.ahead import Ahead, Candidate, choose, ripe_in_s
 from headrace.simulator.charts import Chart, Line, svg
 from headrace.simulator.fairness import fair_shares, jain_index
 from headrace.simulator.prefixhints import hashes_of
@@ -22,43 +21,21 @@ ROOT = Path(__file__).resolve().parents[2]
 PLOTS = sorted((ROOT / "docs/plots").glob("*.svg"))
 
 
-def test_the_warmest_is_taken_and_what_is_warm_elsewhere_left_for_a_while() -> None:
-    ahead = Ahead(patience_s=0.25, head_every=4, head_after_s=1.0)
-
-    def chosen(*heads: tuple[str, float, bool], prefixes: str = "ab", num_passed: int = 0) -> int | None:
-        candidates = [
-            Candidate(hashes=tuple(hashes), waited_s=waited_s, is_for_other=is_for_other)
-            for hashes, waited_s, is_for_other in heads
-        ]
-        return choose(ahead, candidates, frozenset(prefixes), num_passed=num_passed)
-
-    waiting = (("x", 2.0, True), ("ay", 0.5, True), ("ab", 0.4, False), ("ab", 0.1, False))
-    assert chosen(*waiting) == 2
-    assert chosen(*waiting, num_passed=3) == 0
-    assert chosen(("x", 0.9, False), *waiting[1:], num_passed=3) == 2
-    assert chosen(*waiting, prefixes="q") == 0
-    assert chosen(("x", 0.2, True), ("y", 0.1, False), prefixes="q") == 1
-    assert chosen(("x", 0.2, True), ("y", 0.1, True), prefixes="q") is None
-    assert chosen() is None
-    assert ripe_in_s(ahead, [Candidate(hashes=(), waited_s=waited_s) for waited_s in (0.2, 0.1)]) == pytest.approx(0.05)
-
-
-def test_what_is_handed_back_stands_at_the_head_again() -> None:
+def test_what_is_handed_back_comes_before_the_others_as_it_came_back() -> None:
     queues = Queues({"x": 2.0})
     requests = [
-        Request(index, Arrival(time_s=index, prompt_tokens=9, output_tokens=1, tenant="x"), 16) for index in range(3)
+        Request(index, Arrival(time_s=index, prompt_tokens=9, output_tokens=1, tenant="x"), 16) for index in range(4)
     ]
     for request in requests:
         queues.put(request)
     name = requests[0].queue
-    taken = queues.fetch(name)
-    assert taken is requests[0]
-    queues.put(taken, at_head=True)
-    assert queues.heads(name, 2) == requests[:2]
-    assert queues.fetch(name, 3) is None
+    assert [queues.fetch(name) for _ in range(3)] == requests[:3]
+    for request in (requests[1], requests[0]):
+        queues.put(request, is_handed_back=True)
     (view,) = queues.views(now_s=5.0)
-    assert (view.num_waiting, view.oldest_wait_s, view.weight) == (queues.num_waiting, 5.0, 2.0) == (3, 5.0, 2.0)
-    assert queues.fetch(name, 1) is requests[1]
+    assert (view.num_waiting, view.oldest_wait_s, view.weight) == (queues.num_waiting, 4.0, 2.0) == (3, 4.0, 2.0)
+    assert [queues.fetch(name) for _ in range(4)] == [requests[1], requests[0], requests[3], None]
+    assert queues.views(now_s=5.0) == []
 
 
 def test_hashes_are_equal_as_far_as_the_prefix_goes() -> None:

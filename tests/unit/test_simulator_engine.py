@@ -23,7 +23,7 @@ def ignore(engine: Engine, request: Request) -> None:
 
 def run(model: EngineModel, arrivals: list[Arrival]) -> tuple[list[Request], Engine]:
     clock = Clock()
-    engine = Engine("w0", model, clock, on_read=ignore, on_finished=ignore)
+    engine = Engine("w0", model, clock, on_finished=ignore)
     requests = [Request(index, arrival, model.need_tokens(arrival)) for index, arrival in enumerate(arrivals)]
     for request in requests:
         clock.at(request.arrival.time_s, lambda request=request: engine.submit(request))  # type: ignore[misc]
