@@ -16,7 +16,7 @@ _DELIVERIES_PER_WORKER: Final = 2
 _SECONDS_PER_BLOCK: Final = 0.003
 """A small part of what reading a block of a prompt takes."""
 _ENOUGH_S: Final = 0.015
-"""In which a worker with more to fetch fills up, however slow the broker."""
+"""In which a worker with more to fetch fills up."""
 
 
 def aside_s(
@@ -38,9 +38,8 @@ def aside_s(
     While it is set aside it takes no room, and what comes after it is fetched. As soon as the worker is full it goes
     back to the head of its queue, where the next worker that gets room looks whether it is warm there (delay
     scheduling: Zaharia et al., EuroSys 2010). If there is room when the time is over, it starts here. The time is 3 ms
-    for each block that another has and we lack; at later deliveries divided by their number, but 15 ms then. So it is
-    48 ms at most, and 0.27 s over all deliveries. A request is set aside twice for each of the other workers at most,
-    and 15 times in all.
+    for each block that another has and we lack, divided by the number of deliveries, and 15 ms at least: 48 ms at most,
+    0.27 s over all deliveries. A request is set aside twice for each of the other workers at most, and 15 times in all.
     """
     if num_aside >= MAX_ASIDE or num_delivered >= MAX_ASIDE_DELIVERIES or not hashes:
         return 0.0
@@ -48,5 +47,5 @@ def aside_s(
     if num_delivered > _DELIVERIES_PER_WORKER * len(able):
         return 0.0
     most = max((num_matching(hashes, other.prefixes) for other in able), default=0)
-    patience_s = max(0, most - num_matching(hashes, prefixes)) * _SECONDS_PER_BLOCK
-    return max(patience_s / max(1, num_delivered), min(patience_s, _ENOUGH_S))
+    num_lacking = most - num_matching(hashes, prefixes)
+    return max(_ENOUGH_S, num_lacking * _SECONDS_PER_BLOCK / max(1, num_delivered)) if num_lacking > 0 else 0.0

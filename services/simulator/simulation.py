@@ -68,9 +68,7 @@ def simulate(
             on_progress(num_ended)
         chosen.finished(engine, request)
 
-    engines = [
-        Engine(f"w{number}", model, clock, on_finished=on_finished) for number in range(num_workers)
-    ]
+    engines = [Engine(f"w{number}", model, clock, on_finished=on_finished) for number in range(num_workers)]
     chosen = POLICIES[policy](Ground(clock=clock, engines=engines, random=Random(f"{seed} policy"), options=options))
     requests: list[Request] = []
     refused: list[Arrival] = []

@@ -21,7 +21,8 @@ _RENEWALS_PER_ACK_WAIT: Final = 3
 
 class Held:
     """One held message. `execution` is set while the engine works on it, `is_waiting` while it does not fit,
-    `is_backing_off` while it is kept back, after a fault, for the sake of its company, or since it can never run here.
+    `is_backing_off` while it is kept back: after a fault, for the sake of its company, since it can never run here, or
+    for a moment since it is warm elsewhere.
 
     `need_tokens` is the router's estimate, `listed_in` the number of the first beat that lists it. `is_void` once the
     worker lost its registration: then nothing more may be written for it, nor settled.

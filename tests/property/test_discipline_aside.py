@@ -1,5 +1,6 @@
 """What is set aside for a warmer worker: for a bounded time, a bounded number of times, and only where there is one."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ from headrace.discipline.room import Room
 HASHES = tuple(f"hash-{number}" for number in range(MAX_BLOCKS))
 MOST_AT_ONCE_S = 0.048
 MOST_IN_ALL_S = 0.27
+SLACK = 1e-9
 
 prefixes = st.frozensets(st.sampled_from([*HASHES, "other"]))
 views = st.builds(
@@ -56,7 +58,7 @@ def test_only_what_is_warmer_at_a_worker_that_can_run_it_is_set_aside(
     others: list[WorkerView], here: frozenset[str], need: int, num_delivered: int, num_aside: int
 ) -> None:
     patience_s = aside_s(HASHES, here, others, need, num_delivered=num_delivered, num_aside=num_aside)
-    assert 0 <= patience_s <= MOST_AT_ONCE_S
+    assert 0 <= patience_s <= MOST_AT_ONCE_S + SLACK
     able = [each for each in others if each.state in ("Ready", "Busy") and each.could_ever_run(need)]
     is_warmer = any(num_matching(HASHES, each.prefixes) > num_matching(HASHES, here) for each in able)
     may_be = num_aside < MAX_ASIDE and num_delivered < MAX_ASIDE_DELIVERIES and num_delivered <= 2 * len(able)
@@ -88,7 +90,7 @@ def test_the_order_of_the_workers_does_not_matter(
 def test_the_more_there_is_to_win_the_longer_it_is_set_aside() -> None:
     warm = [busy("a", 16)]
     assert asked(warm, here=16) == 0
-    assert 0 < asked(warm, here=15) < asked(warm, here=8) < asked(warm, here=0) == MOST_AT_ONCE_S
+    assert 0 < asked(warm, here=15) < asked(warm, here=8) < asked(warm, here=0) == pytest.approx(MOST_AT_ONCE_S)
     assert asked([busy("a", 4)]) < asked(warm)
 
 

@@ -185,7 +185,7 @@ def test_a_hand_back_is_refunded_to_the_queue() -> None:
 def test_a_choice_that_is_undone_leaves_the_turns_as_they_were(
     snapshot: list[QueueView], served: list[tuple[int, int]], tokens: int
 ) -> None:
-    """Of queues that have more waiting; the queue itself may come out ahead of its equals, by less than a quantum."""
+    """Its queue is next again, whatever was served before."""
     backlogged = [view for view in snapshot if view.num_waiting]
     shares = Shares()
     for index, number in served:

@@ -58,7 +58,7 @@ class Client:
         inbox = f"_INBOX.{ask.tenant}.answers-{len(self._jobs)}"
         self._jobs[inbox] = job
         world.broker.note(f"=== submit {job}")
-        prompt = [1] * ask.size if world.scenario.asks else job
+        prompt = [ask.token] * ask.size if world.scenario.asks else job
         body = {"prompt": prompt, "max_tokens": world.scenario.num_tokens, "stream": request.is_streaming}
         headers = {
             subjects.HDR_ID: job,

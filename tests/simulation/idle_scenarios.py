@@ -7,7 +7,7 @@ from headrace.schemas.subjects import DEFAULT_POOL, LANES
 from tests.simulation.broker import Faults
 from tests.simulation.schedule import OWNERS, TENANT, Action, Ask, Scenario
 
-__all__ = ["MAX_IDLE_S", "Kind", "draw", "two_tenants"]
+__all__ = ["MAX_IDLE_S", "Kind", "beginnings", "draw", "two_tenants"]
 
 Kind = Literal["calm", "faults", "kills", "hangs"]
 """Nothing fails; anything does; workers are killed and the broker says so; workers hang, or die unnoticed."""
@@ -20,6 +20,8 @@ MAX_LOST_S: Final[dict[Kind, float]] = {"calm": 2.1, "kills": 2.1, "hangs": 4.1}
 where the worker's death must be found out first, after that."""
 
 _CAPACITIES: Final = ((400, 400, 400), (1000, 1000, 1000), (1000, 400, 400), (300, 300, 1000))
+_DIGITS: Final = 9
+"""Zeros of a token of a shared beginning: 94 of them are a block of 1,024 characters."""
 _MISHAPS: Final = (
     "kill",
     "kill",
@@ -66,6 +68,30 @@ def draw(seed: int, kind: Kind) -> Scenario:
         asks=asks,
         kv_tokens=kv_tokens,
         pools=(DEFAULT_POOL, DEFAULT_POOL, "lender")[:num_workers] if rng.random() < 0.2 else (),
+        max_idle_s=MAX_IDLE_S,
+        counts_any=kind == "calm",
+        max_listed_s=MAX_LISTED_S.get(kind),
+        max_lost_s=MAX_LOST_S.get(kind),
+    )
+
+
+def beginnings(seed: int, kind: Kind) -> Scenario:
+    """A backlog of jobs with three beginnings of one to three blocks, which workers set aside for each other."""
+    rng = random.Random(seed)
+    asks = tuple(Ask(size=rng.choice((100, 200, 300)), token=10**_DIGITS + rng.randrange(3)) for _ in range(40))
+    actions = [Action("submit", rng.choice((0.0, 0.0, 0.05)), job, 0.5) for job in range(len(asks))]
+    if kind == "kills":
+        actions.insert(len(asks) // 2, Action("kill", 0.1, rng.randrange(3), 4.0))
+    return Scenario(
+        seed=seed,
+        actions=tuple(actions),
+        num_workers=3,
+        num_tokens=6,
+        token_s=0.02,
+        max_concurrency=rng.choice((1, 2, 4)),
+        has_notices=kind == "kills",
+        asks=asks,
+        kv_tokens=(1000, 1000, 1000),
         max_idle_s=MAX_IDLE_S,
         counts_any=kind == "calm",
         max_listed_s=MAX_LISTED_S.get(kind),

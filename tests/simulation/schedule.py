@@ -28,12 +28,16 @@ class Action(msgspec.Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """What a job asks for: `size` are the tokens of its prompt, whose KV tokens it needs beside those of its answer."""
+    """What a job asks for: `size` are the tokens of its prompt, whose KV tokens it needs beside those of its answer.
+
+    All of them are `token`; jobs with the same one have their beginning in common, blocks of it where it has many digits.
+    """
 
     tenant: str = TENANT
     lane: str = "normal"
     size: int = 3
     pool: str = DEFAULT_POOL
+    token: int = 1
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):

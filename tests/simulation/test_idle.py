@@ -14,12 +14,13 @@ from unittest.mock import patch
 import msgspec
 import pytest
 
+from headrace.discipline.aside import aside_s
 from headrace.discipline.placement import Placement
 from headrace.discipline.room import Room
 from headrace.schemas import subjects
 from headrace.schemas.subjects import Names
 from headrace.worker.worker import Worker
-from tests.simulation.idle_scenarios import Kind, draw, two_tenants
+from tests.simulation.idle_scenarios import Kind, beginnings, draw, two_tenants
 from tests.simulation.scenarios import require_no_problem
 from tests.simulation.schedule import MODEL, Violation
 from tests.simulation.world import World, play
@@ -46,6 +47,24 @@ def test_the_watch_sees_what_waits() -> None:
     assert max(world.idle.longest_lost_s[True] for world in worlds) > 0.002
     hung = [play(draw(seed, "hangs")).idle.longest_lost_s[True] for seed in range(6)]
     assert 1.5 < max(hung) <= 2.0
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["calm", "kills"])
+def test_what_is_left_to_warmer_workers_waits_no_longer_beside_room(kind: Kind) -> None:
+    """And ends once, whoever is killed with it in hand. The time that it is set aside counts as waiting."""
+    num_set_aside = 0
+
+    def counted(*args: Any, **kwargs: Any) -> float:
+        nonlocal num_set_aside
+        patience_s = aside_s(*args, **kwargs)
+        num_set_aside += patience_s > 0
+        return patience_s
+
+    with patch("headrace.worker.aside.aside_s", counted):
+        for seed in range(4):
+            require_no_problem(beginnings(seed, kind))
+    assert num_set_aside >= 5
 
 
 @pytest.mark.parametrize("seed", range(3))

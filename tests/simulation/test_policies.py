@@ -37,7 +37,7 @@ def test_a_light_tenant_does_not_wait_for_the_bursts_of_a_heavy_one(seed: int) -
 
 @functools.cache
 def of_prefixes(load: float) -> Mapping[str, Report]:
-    swept = sweep("prefixes", loads=[load], policies=("headrace", *SCORING), duration_s=80, warmup_s=40)
+    swept = sweep("prefixes", loads=[load], policies=("headrace", *SCORING), duration_s=120, warmup_s=60)
     return {report.policy: report for _, report in swept}
 
 
@@ -52,9 +52,7 @@ def test_prefixes_are_found_as_often_as_by_a_scoring_router(load: float, pushing
 
 @pytest.mark.parametrize(("pushing", "equal_s"), [("scoring", EQUAL_S), ("scoring-balanced", NEARLY_EQUAL_S)])
 @pytest.mark.parametrize("load", LOADS)
-def test_with_shared_prefixes_first_tokens_come_no_later_at_any_load(
-    load: float, pushing: str, equal_s: float
-) -> None:
+def test_with_shared_prefixes_first_tokens_come_no_later_at_any_load(load: float, pushing: str, equal_s: float) -> None:
     ours, pushed = of_prefixes(load)["headrace"].ttft_s, of_prefixes(load)[pushing].ttft_s
     assert ours is not None
     assert pushed is not None
