@@ -54,6 +54,14 @@ class Asides:
         self._undo = undo
         self._aside: dict[Held, asyncio.Event] = {}
 
+    def __contains__(self, held: Held) -> bool:
+        """Whether it is set aside now."""
+        return held in self._aside
+
+    def __len__(self) -> int:
+        """Jobs that are set aside now."""
+        return len(self._aside)
+
     def look(self) -> None:
         """Somebody started, or the room is less: what is set aside goes back if nothing more starts here."""
         if self._aside and self._is_full():

@@ -187,6 +187,11 @@ class Handler:
         except (BrokerError, TimeoutError) as error:
             log.warning("job %s: %s; the broker will deliver it again", job.job, error)
 
+    @property
+    def num_aside(self) -> int:
+        """Jobs that fit here and are left to warmer workers for a moment."""
+        return len(self._asides)
+
     def look(self) -> None:
         """The room changed, or what is in it."""
         self._asides.look()

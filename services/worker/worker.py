@@ -144,7 +144,7 @@ class Worker:
             pool=options.pool,
             fetchable_tokens=self._fetchable_tokens,
             num_fetchable=self._num_fetchable,
-            may_borrow=lambda: self._held.num_kept_back < _MAX_KEPT_BACK_TO_BORROW,
+            may_borrow=lambda: self._held.num_kept_back < _MAX_KEPT_BACK_TO_BORROW and not self._handler.num_aside,
             is_idle=lambda: not len(self._held),
             has_room_for_two=self._has_room_for_two,
             take=self._take,

@@ -154,7 +154,7 @@ class IdleWatch:
         if held in part.worker._ledger or held.execution is not None:
             return _Place("runs", part)
         need = self._world.scenario.need_tokens(held.job)
-        is_aside = held in part.worker._handler._asides._aside
+        is_aside = held in part.worker._handler._asides
         if held.is_waiting or is_aside or (part.kv_tokens is not None and need > part.kv_tokens):
             return _Place("is held", part)
         return _Place("rests" if held.is_backing_off else "is moving", part)

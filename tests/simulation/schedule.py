@@ -30,7 +30,7 @@ class Action(msgspec.Struct, frozen=True):
 class Ask(msgspec.Struct, frozen=True):
     """What a job asks for: `size` are the tokens of its prompt, whose KV tokens it needs beside those of its answer.
 
-    All of them are `token`; jobs with the same one have their beginning in common, blocks of it where it has many digits.
+    All of them are `token`. Jobs with the same one have a beginning in common: whole blocks where it has many digits.
     """
 
     tenant: str = TENANT
