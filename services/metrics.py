@@ -20,9 +20,11 @@ __all__ = [
     "HTTP_OPEN",
     "HTTP_REQUESTS",
     "INTER_TOKEN_S",
+    "PROBES",
     "QUEUE_WAIT_S",
     "REQUESTS_ACCEPTED",
     "REQUESTS_REFUSED",
+    "RESTARTS",
     "TOKENS",
     "TTFT_S",
     "Bounded",
@@ -141,12 +143,14 @@ FAILOVER_S: Final = _Histogram(
     "From the decision that a worker is dead to the hand-over of the last request it held.",
     bounds=_SHORT_S,
 )
+PROBES: Final = _Counter("headrace_probes", "Requests of workers to their own engines.", ("model", "outcome"))
+RESTARTS: Final = _Counter("headrace_worker_restarts", "Engines started again for their health.", ("model", "ailment"))
 HTTP_REQUESTS: Final = _Counter("headrace_http_requests", "HTTP answers begun.", ("status",))
 HTTP_OPEN: Final = _Open("headrace_http_open_requests", "HTTP requests being answered.")
 
 _ALL: Final = (
     REQUESTS_ACCEPTED, REQUESTS_REFUSED, QUEUE_WAIT_S, TTFT_S, INTER_TOKEN_S, TOKENS, ATTEMPTS, EVICTIONS, HANDED_OVER,
-    FAILOVER_S, HTTP_REQUESTS, HTTP_OPEN,
+    FAILOVER_S, PROBES, RESTARTS, HTTP_REQUESTS, HTTP_OPEN,
 )  # fmt: skip
 
 

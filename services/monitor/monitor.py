@@ -18,6 +18,7 @@ from headrace.lifecycle import unless_stopped, wait_first
 from headrace.monitor.changes import Change, changes_between, live_beats
 from headrace.monitor.deadlines import Deadlines
 from headrace.monitor.guard import Guard
+from headrace.monitor.health import HealthGuard
 from headrace.monitor.lost import LostWorkers
 from headrace.monitor.orphans import remove_orphans_for_ever
 from headrace.monitor.tidying import tidying
@@ -77,6 +78,7 @@ async def _guarding(bus: Bus, view: WorkersView) -> AsyncIterator[None]:
         tasks = [
             group.create_task(guard.run(), name="guard"),
             group.create_task(remove_orphans_for_ever(bus), name="orphaned deliveries"),
+            group.create_task(HealthGuard(bus, view).run(), name="health"),
         ]
         if (system_url := bus.settings.system_url) is not None:
             tasks.append(group.create_task(guard.listen(system_url), name="disconnect notices"))

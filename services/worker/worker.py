@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -31,11 +32,14 @@ from headrace.worker.gate import Gate
 from headrace.worker.handling import Handler
 from headrace.worker.held import HeldSet
 from headrace.worker.ledger import Ledger
+from headrace.worker.memorywatch import MemoryWatch
 from headrace.worker.neighbours import Neighbours
+from headrace.worker.probe import Prober
 from headrace.worker.puller import Puller
 from headrace.worker.pulse import Pulse
 from headrace.worker.supervision import Supervisor
 from headrace.worker.tokenizing import tokenize_endpoint
+from headrace.worker.wellbeing import Wellbeing
 
 __all__ = ["Worker", "WorkerOptions", "run_worker"]
 
@@ -110,13 +114,22 @@ class Worker:
         )
         self._view = ConfigView(bus)
         self._gate = Gate(self._ledger, ageing_s=self._settings.ageing_s, on_change=self._room_changed)
+        self._neighbours = Neighbours(bus, worker=options.worker, model=options.model)
+        self._wellbeing = Wellbeing()
+        self._prober = Prober(engine, model=options.model, held=self._held, timeout_s=self._settings.stall_s)
+        self._memory = MemoryWatch(engine, held=self._held, wellbeing=self._wellbeing)
         self._supervisor = Supervisor(
             engine,
+            model=options.model,
             held=self._held,
             gate=self._gate,
+            wellbeing=self._wellbeing,
+            prober=self._prober,
             stall_s=self._settings.stall_s,
+            grace_s=self._settings.grace_s,
             adopt=self._adopt_facts,
             say=self._say_state,
+            has_peers=self._has_peers,
         )
         self._served = RecentPrefixes()
         self._queue = JobQueue(bus, options.model, on_late=self._on_late)
@@ -129,7 +142,8 @@ class Worker:
             engine=engine,
             gate=self._gate,
             served=self._served,
-            neighbours=Neighbours(bus, worker=options.worker, model=options.model),
+            wellbeing=self._wellbeing,
+            neighbours=self._neighbours,
             held=self._held,
             identity=self._identity,
             beat_settled=self._heart.settled,
@@ -187,6 +201,16 @@ class Worker:
                 ),
                 group.create_task(keep_clock(self._bus), name="clock"),
             ]
+            if probe_s := self._settings.probe_s:
+                ill = self._supervisor.note_illness
+                background += [
+                    group.create_task(
+                        self._prober.follow(probe_s, is_up=self._is_up, failed=partial(ill, "probe")), name="probes"
+                    ),
+                    group.create_task(
+                        self._memory.follow(probe_s, is_up=self._is_up, grows=partial(ill, "memory")), name="growth"
+                    ),
+                ]
             try:
                 await self._work(group, stop)
             finally:
@@ -254,6 +278,10 @@ class Worker:
             for execution in self._held.executions():
                 execution.stop("drain")
             await wait_first(self._held.became_empty, timeout_s=_STOP_AGAIN_S)
+
+    async def _has_peers(self) -> bool:
+        others = await self._neighbours.of_pools((self._options.pool,))
+        return any(other.state in ("Ready", "Busy") for other in others or ())
 
     # what it can take
 
@@ -398,6 +426,7 @@ class Worker:
             prefixes=tuple(self._served),
             held=tuple(held.as_request() for held in self._held),
             fetchable_tokens=self._told_tokens,
+            health=self._supervisor.health,
         )
 
     def _effective_concurrency(self) -> int:
@@ -437,6 +466,10 @@ class Worker:
             queue = QueueName.from_consumer(nudge.consumer or "")
             if queue is not None:
                 self._puller.note_interrupted(queue, nudge.number)
+        elif nudge.kind == "restart":
+            is_ours = (nudge.epoch, nudge.engine_run) == (self._heart.epoch, self._supervisor.engine_run)
+            if is_ours and nudge.ailment is not None and self._is_up():
+                self._supervisor.note_illness(nudge.ailment, nudge.reason)
         elif nudge.tenant and nudge.job:
             await self._check_ended(nudge.tenant, nudge.job)
 
