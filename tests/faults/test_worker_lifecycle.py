@@ -329,7 +329,8 @@ async def test_a_worker_with_a_wrong_clock(running: Deployment, tmp_path: Path, 
 
 async def test_a_worker_that_loads_its_model_gets_nothing_until_it_is_ready(running: Deployment) -> None:  # WRK-11
     reading = Reading("waits", 3)
-    await running.worker(sim(start_s=2.0), worker="loading", is_awaited=False)
+    engine = sim(start_s=2.0, fail_probes=1)  # it comes up, and its first token comes at the second try
+    await running.worker(engine, worker="loading", is_awaited=False)
     await until(lambda: is_starting(running, "loading"))
     async with asyncio.timeout(120), asyncio.TaskGroup() as group:
         group.create_task(reading.read(running.client))
@@ -337,6 +338,7 @@ async def test_a_worker_that_loads_its_model_gets_nothing_until_it_is_ready(runn
             assert await JobQueue(running.bus, MODEL).progress(QueueName()) is None
             await asyncio.sleep(0.05)
     assert reading.workers == ["loading"]
+    assert engine.num_probes == 2
 
 
 async def test_a_worker_that_leaves_and_rejoins_with_a_job_in_flight(

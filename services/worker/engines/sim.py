@@ -28,7 +28,8 @@ class SimEngine:
     `num_failed` those that ended in an error, `kv_peak_tokens` and `num_running_peak` the most ever held at once. More
     requests than `max_concurrency`, or a prompt that does not fit, are `EngineBusyError`; a running request that
     outgrows the KV cache is an `EngineError`, so whoever admits too much is found out. Where it allocates as it goes
-    there is no such refusal: it dies. Probes are in none of this, and cost nothing: `num_probes` counts them.
+    there is no such refusal: it dies. Probes are in none of this, and cost nothing: `num_probes` counts them, and
+    the next `num_probes_to_fail` fail.
     """
 
     def __init__(self, model: str, options: SimOptions) -> None:
@@ -42,6 +43,7 @@ class SimEngine:
         self._sleepers: set[asyncio.Future[None]] = set()
         self.memory = SimMemory(options)
         self.num_probes = 0
+        self.num_probes_to_fail = options.fail_probes
         self.num_calls = 0
         self.num_started = 0
         self.num_aborted = 0
@@ -209,7 +211,8 @@ class SimEngine:
     async def _probed(self) -> EngineChunk:
         self.num_probes += 1
         await self._wait(0)
-        if self.num_probes <= self._options.fail_probes:
+        if self.num_probes_to_fail:
+            self.num_probes_to_fail -= 1
             raise EngineError("the simulated engine was told to fail its probes")
         last = ChoiceDelta(text="a", num_tokens=1, finish_reason="length")
         return EngineChunk(choices=(last,), usage=Usage(prompt_tokens=1, completion_tokens=1, total_tokens=2))
