@@ -232,9 +232,7 @@ async def probed(engine: SimEngine, number: int) -> bool:
     return engine.num_probes >= number
 
 
-async def nudge(
-    running: Deployment, worker: str, ailment: Ailment, reason: str, epoch: str, engine_run: int
-) -> None:
+async def nudge(running: Deployment, worker: str, ailment: Ailment, reason: str, epoch: str, engine_run: int) -> None:
     told = WorkerNudge(kind="restart", ailment=ailment, reason=reason, epoch=epoch, engine_run=engine_run)
     await running.bus.publish(running.bus.names.ctl(worker), msgspec.json.encode(told))
 
