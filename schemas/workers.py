@@ -27,11 +27,11 @@ class HeldRequest(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     """How the requests of a worker went lately, by its own count, and how often it was taken out for its health.
 
-    Of its last requests `finished` ended well and `failed` by the engine's fault, each job once. What the engine refused,
-    had no room for, was cancelled, drained or too late is in neither. `seconds_per_token` and `ttft_s` (from asking the
-    engine to its first token) are medians of the last `num_paces` and `num_firsts` measurements. All of this begins
-    anew with each `engine_run`. `restarts` is how often the engine was started again for its health since the worker
-    began, `last_restart` why. One that `is_left_out` takes nothing until its process is started again.
+    Of its last requests `finished` ended well and `failed` by the engine's fault, each job once. What the engine
+    refused, had no room for, was cancelled, drained or too late is in neither. `seconds_per_token` and `ttft_s` (from
+    asking the engine to its first token) are medians of the last `num_paces` and `num_firsts` measurements. All of this
+    begins anew with each `engine_run`. `restarts` is how often the engine was started again for its health since the
+    worker began, `last_restart` why. One that `is_left_out` takes nothing until its process is started again.
     """
 
     engine_run: int = 0
@@ -161,9 +161,9 @@ class WorkerNudge(msgspec.Struct, frozen=True, kw_only=True):
 
     Sent by whoever cancelled a job (`cancelled`), by operators (`drain`), and by whoever has a job that this worker
     would start at once (`wake`, with the consumer to fetch it from). Monitors tell every worker of a pool of requests
-    that lost their worker (`interrupted`, with the consumer and how many), since a full one hears no wake; and a sick one
-    to start its engine again (`restart`, with the ailment, the reason, and the registration and engine run that were
-    judged: of another it is void, so that several may say it).
+    that lost their worker (`interrupted`, with the consumer and how many), since a full one hears no wake; and a sick
+    one to start its engine again (`restart`, with the ailment, the reason, and the registration and engine run that
+    were judged: of another it is void, so that several may say it).
     """
 
     kind: Literal["cancelled", "drain", "evicted", "wake", "interrupted", "restart"]

@@ -1,7 +1,6 @@
 """Whether an engine's memory only grows: a pure rule over what was seen of it."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Final
 
 import msgspec
@@ -30,25 +29,37 @@ class MemorySample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def growth_of(samples: Sequence[MemorySample]) -> str:
-    """What the last `NUM_SAMPLES` show, for people; empty where they show nothing.
+    """What the last of them show that only grew, `NUM_SAMPLES` at least; for people, empty where they show nothing.
 
-    They grew each time, by a tenth and 64 MiB in all. While it was idle all along that is a leak, for there is nothing
-    to keep it for. Under load it may be a cache that fills, so it counts only once memory is scarce.
+    They grew by a tenth and 64 MiB in all. While it was idle all along that is a leak, for there is nothing to keep it
+    for. Under load it may be a cache that fills, so it counts only once memory is scarce.
     """
-    last = samples[-NUM_SAMPLES:]
-    if len(last) < NUM_SAMPLES:
-        return ""
-    if any(after.used_bytes <= before.used_bytes for before, after in pairwise(last)):
-        return ""
-    first, now = last[0], last[-1]
-    if now.used_bytes - first.used_bytes < max(_MIN_BYTES, _MIN_RATIO * first.used_bytes):
-        return ""
-    grown = f"{_gib(first.used_bytes)} → {_gib(now.used_bytes)} GiB in {_duration(now.at_s - first.at_s)}"
-    if all(each.is_idle for each in last) and now.num_served == first.num_served:
+    growing = _growing(samples)
+    now = growing[-1] if growing else None
+    idle = [each for each in growing if now is not None and each.num_served == now.num_served]
+    if all(each.is_idle for each in idle) and (grown := _grown(idle)):
         return f"{grown} while idle"
-    if now.free_ratio is not None and now.free_ratio < _SCARCE:
+    if now is not None and now.free_ratio is not None and now.free_ratio < _SCARCE and (grown := _grown(growing)):
         return f"{grown}, and {100 * now.free_ratio:.0f} % is free"
     return ""
+
+
+def _growing(samples: Sequence[MemorySample]) -> list[MemorySample]:
+    """The last ones, each of which is larger than the one before."""
+    first = max(0, len(samples) - 1)
+    while first > 0 and samples[first - 1].used_bytes < samples[first].used_bytes:
+        first -= 1
+    return list(samples[first:])
+
+
+def _grown(samples: Sequence[MemorySample]) -> str:
+    """By how much, if by enough."""
+    if len(samples) < NUM_SAMPLES:
+        return ""
+    first, now = samples[0], samples[-1]
+    if now.used_bytes - first.used_bytes < max(_MIN_BYTES, _MIN_RATIO * first.used_bytes):
+        return ""
+    return f"{_gib(first.used_bytes)} → {_gib(now.used_bytes)} GiB in {_duration(now.at_s - first.at_s)}"
 
 
 def _gib(size_bytes: int) -> str:

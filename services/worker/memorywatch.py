@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Final
 
-from headrace.discipline.growth import NUM_SAMPLES, MemorySample, growth_of
+from headrace.discipline.growth import MemorySample, growth_of
 from headrace.errors import EngineError
 from headrace.worker.engines.base import Engine
 from headrace.worker.held import HeldSet
@@ -17,7 +17,10 @@ __all__ = ["MemoryWatch"]
 
 log = logging.getLogger(__name__)
 
+_EVERY_S: Final = 5.0
 _TIMEOUT_S: Final = 5.0
+_MAX_SAMPLES: Final = 720
+"""An hour's, for what grows slowly."""
 
 
 class MemoryWatch:
@@ -39,9 +42,11 @@ class MemoryWatch:
         self._samples: dict[str, deque[MemorySample]] = {}
 
     async def follow(self, every_s: float, *, is_up: Callable[[], bool], grows: Callable[[str], None]) -> None:
-        """Look every `every_s` until cancelled; `grows` is told how much, at each look that shows it."""
+        """Look every `every_s`, or 5 s if that is less, until cancelled; `grows` is told how much, at each look that
+        shows it.
+        """
         while True:
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(min(every_s, _EVERY_S))
             if is_up() and (growth := await self.look()) and is_up():
                 grows(growth)
 
@@ -58,7 +63,7 @@ class MemoryWatch:
             return ""
         if engine_run != self._engine_run or not self._samples:
             self._engine_run = engine_run
-            self._samples = defaultdict(lambda: deque(maxlen=NUM_SAMPLES))
+            self._samples = defaultdict(lambda: deque(maxlen=_MAX_SAMPLES))
         for use in uses:
             self._samples[use.kind].append(
                 MemorySample(

@@ -21,7 +21,8 @@ MIB = 1 << 20
 NO_DRIVER = FakeNvml(failure=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 HOLDING = """
 import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "held = bytearray(b'x' * (64 << 20)); print('held', flush=True); input()"])
+code = "held = bytearray(b'x' * (64 << 20)); print('held', flush=True); input()"
+child = subprocess.Popen([sys.executable, "-c", code])
 child.wait()
 """
 

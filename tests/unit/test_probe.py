@@ -98,7 +98,7 @@ async def test_one_that_is_full_is_asked_again_and_counts_as_up_in_the_end() -> 
 async def test_one_that_says_nothing_fails_in_time() -> None:
     never = asyncio.Event()
     engine = Engine(never, never)
-    with pytest.raises(EngineStartError, match="no answer within 0.1 s"):
+    with pytest.raises(EngineStartError, match=r"no answer within 0\.1 s"):
         await prober(engine, timeout_s=0.1).until_passed()
     assert engine.num_given_up == 2
 
