@@ -29,9 +29,10 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
 
     Of its last requests `finished` ended well and `failed` by the engine's fault, each job once. What the engine
     refused, had no room for, was cancelled, drained or too late is in neither. `seconds_per_token` and `ttft_s` (from
-    asking the engine to its first token) are medians of the last `num_paces` and `num_firsts` measurements. All of this
-    begins anew with each `engine_run`. `restarts` is how often the engine was started again for its health since the
-    worker began, `last_restart` why. One that `is_left_out` takes nothing until its process is started again.
+    asking the engine to its first token) are medians of the last `num_paces` and `num_firsts` measurements, `load` that
+    of the requests that ran at once then. All of this begins anew with each `engine_run`. `restarts` is how often the
+    engine was started again for its health since the worker began, `last_restart` why. One that `is_left_out` takes
+    nothing until its process is started again.
     """
 
     engine_run: int = 0
@@ -41,6 +42,7 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     num_paces: int = 0
     ttft_s: float | None = None
     num_firsts: int = 0
+    load: float | None = None
     restarts: int = 0
     last_restart: str = ""
     is_left_out: bool = False

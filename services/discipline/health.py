@@ -145,30 +145,47 @@ def _failure_rate(health: WorkerHealth) -> float | None:
 def _slowness(
     health: WorkerHealth, others: Sequence[WorkerHealth], slow_factor: float
 ) -> tuple[Ailment, str, float] | None:
-    paces = [other.seconds_per_token for other in others if other.num_paces >= MIN_MEASUREMENTS]
-    if health.num_paces >= MIN_MEASUREMENTS and (
-        times := _times_slower(health.seconds_per_token, paces, slow_factor, floor_s=PACE_FLOOR_S)
-    ):
-        reason = f"slow: {health.seconds_per_token:.3g} s per token, {times:.1f} times the median of the others"
-        return "slow", reason, times
-    firsts = [other.ttft_s for other in others if other.num_firsts >= MIN_MEASUREMENTS]
-    if health.num_firsts >= MIN_MEASUREMENTS and (
-        times := _times_slower(health.ttft_s, firsts, _TTFT_FACTOR * slow_factor, floor_s=TTFT_FLOOR_S)
-    ):
-        reason = f"slow: {health.ttft_s:.3g} s to the first token, {times:.1f} times the median of the others"
-        return "slow", reason, times
+    pace_s, first_s = health.seconds_per_token, health.ttft_s
+    if pace_s is not None and pace_s >= PACE_FLOOR_S and health.num_paces >= MIN_MEASUREMENTS:
+        paces = [
+            (each.seconds_per_token, each.load)
+            for each in others
+            if each.seconds_per_token is not None and each.num_paces >= MIN_MEASUREMENTS
+        ]
+        if times := _times_slower((pace_s, health.load), paces, slow_factor):
+            return "slow", f"slow: {pace_s:.3g} s per token, {times:.1f} times the median of the others", times
+    if first_s is not None and first_s >= TTFT_FLOOR_S and health.num_firsts >= MIN_MEASUREMENTS:
+        firsts = [
+            (each.ttft_s, each.load)
+            for each in others
+            if each.ttft_s is not None and each.num_firsts >= MIN_MEASUREMENTS
+        ]
+        if times := _times_slower((first_s, health.load), firsts, _TTFT_FACTOR * slow_factor):
+            return (
+                "slow",
+                f"slow: {first_s:.3g} s to the first token, {times:.1f} times the median of the others",
+                times,
+            )
     return None
 
 
 def _times_slower(
-    seconds: float | None, of_others: Sequence[float | None], factor: float, *, floor_s: float
+    own: tuple[float, float | None], others: Sequence[tuple[float, float | None]], factor: float
 ) -> float | None:
-    """How many times slower than the others it is, if that is too much."""
-    known = [each for each in of_others if each is not None]
-    if seconds is None or not known or seconds < floor_s:
+    """How many times slower than the others it is, if that is too much, as it is and for each request that ran at once.
+
+    Where computing is what takes the time, twice the requests take twice as long, and that is no ailment.
+    """
+    if not others:
         return None
-    times = seconds / max(statistics.median(known), 1e-6)
-    return times if times > factor * (_PAIR_FACTOR if len(known) == 1 else 1.0) else None
+    times = own[0] / max(statistics.median(seconds for seconds, _ in others), 1e-6)
+    times_each = _each(*own) / max(statistics.median(_each(*other) for other in others), 1e-6)
+    least = min(times, times_each)
+    return least if least > factor * (_PAIR_FACTOR if len(others) == 1 else 1.0) else None
+
+
+def _each(seconds: float, load: float | None) -> float:
+    return seconds / max(1.0, load or 1.0)
 
 
 def _pools(beats: Iterable[Heartbeat]) -> list[list[Heartbeat]]:

@@ -51,6 +51,7 @@ class Course:
         self._wellbeing = wellbeing
         self._run = wellbeing.engine_run
         self._has_begun = False
+        self._has_ended = False
         self._waited_s = 0.0
         self._num_tokens = 0
 
@@ -70,8 +71,12 @@ class Course:
 
     def end(self) -> None:
         """The engine is done with it, or it was stopped."""
+        if self._has_ended:
+            return
         if self._num_tokens >= _LEAST_TOKENS:
             self._tell_pace()
+        self._has_ended = True
+        self._wellbeing.num_running -= 1
 
     def answer(self, job: str, *, is_failure: bool) -> None:
         """It ended well, or by the engine's fault."""
@@ -81,10 +86,12 @@ class Course:
     def _tell_first(self, seconds: float) -> None:
         if self._run == self._wellbeing.engine_run:
             self._wellbeing.firsts.add(seconds)
+            self._wellbeing.loads.add(self._wellbeing.num_running)
 
     def _tell_pace(self) -> None:
         if self._run == self._wellbeing.engine_run:
             self._wellbeing.paces.add(self._waited_s / self._num_tokens)
+            self._wellbeing.loads.add(self._wellbeing.num_running)
         self._waited_s, self._num_tokens = 0.0, 0
 
 
@@ -99,11 +106,14 @@ class Wellbeing:
         self._answers: deque[tuple[float, str, bool]] = deque(maxlen=_NUM_ANSWERS)
         self.paces = _Window(clock)
         self.firsts = _Window(clock)
+        self.loads = _Window(clock)
+        self.num_running = 0
         self.engine_run = 0
         self.num_served = 0
 
     def begin(self) -> Course:
-        """A request goes to the engine."""
+        """A request goes to the engine; it runs until its `end`."""
+        self.num_running += 1
         return Course(self)
 
     def note_answer(self, job: str, *, is_failure: bool) -> None:
@@ -121,6 +131,7 @@ class Wellbeing:
         self._answers.clear()
         self.paces.clear()
         self.firsts.clear()
+        self.loads.clear()
 
     def report(self, *, restarts: int = 0, last_restart: str = "", is_left_out: bool = False) -> WorkerHealth:
         """As the heartbeat has it."""
@@ -138,6 +149,7 @@ class Wellbeing:
             num_paces=num_paces,
             ttft_s=first_s,
             num_firsts=num_firsts,
+            load=self.loads.median()[0],
             restarts=restarts,
             last_restart=last_restart,
             is_left_out=is_left_out,

@@ -280,7 +280,7 @@ def test_health_in_a_heartbeat_on_the_wire() -> None:
     said: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(BEAT, health=health)))
     golden = (
         b'{"engine_run":2,"finished":9,"failed":1,"seconds_per_token":0.02,"num_paces":8,"ttft_s":null,'
-        b'"num_firsts":0,"restarts":1,"last_restart":"","is_left_out":false}'
+        b'"num_firsts":0,"load":null,"restarts":1,"last_restart":"","is_left_out":false}'
     )
     assert said["health"] | msgspec.json.decode(golden) == said["health"]
     assert msgspec.json.decode(golden, type=WorkerHealth) == health

@@ -30,6 +30,7 @@ healths = st.builds(
     num_paces=st.integers(0, 20),
     ttft_s=st.none() | st.floats(0.001, 100),
     num_firsts=st.integers(0, 20),
+    load=st.none() | st.floats(0, 64),
     is_left_out=st.booleans(),
 )
 states: st.SearchStrategy[WorkerState] = st.sampled_from(["Starting", "Ready", "Busy", "Draining", "Failed"])
@@ -114,6 +115,18 @@ def test_the_slow_one_of_three_and_of_two() -> None:
     assert taken_out(paced("a", 0.02), paced("slow", 0.13)) == {"slow": "slow"}
     assert not taken_out(paced("alone", 10.0))
     assert not taken_out(paced("a", 0.0001), paced("b", 0.0001), paced("c", 0.9 * PACE_FLOOR_S))
+
+
+def test_one_that_runs_more_at_once_may_take_as_much_longer() -> None:
+    def loaded(worker: str, seconds: float, load: float) -> Heartbeat:
+        return beat(worker, seconds_per_token=seconds, num_paces=20, load=load)
+
+    others = (loaded("a", 0.03, 1), loaded("b", 0.03, 1))
+    assert not taken_out(*others, loaded("full", 0.12, 4))
+    assert not taken_out(*others, loaded("full", 0.04, 1), loaded("c", 0.05, 1))
+    assert taken_out(*others, loaded("slow", 0.4, 4)) == {"slow": "slow"}
+    assert taken_out(loaded("a", 0.03, 8), loaded("b", 0.03, 8), loaded("slow", 0.1, 8)) == {"slow": "slow"}
+    assert not taken_out(loaded("a", 0.03, 8), loaded("b", 0.03, 8), loaded("empty", 0.04, 1))
 
 
 def test_the_first_token_counts_with_twice_the_factor() -> None:

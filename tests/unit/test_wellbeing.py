@@ -52,6 +52,7 @@ def test_a_short_answer_has_a_pace_too_and_one_of_one_token_has_none() -> None:
         course.end()
     health = wellbeing.report()
     assert (health.seconds_per_token, health.num_paces, health.num_firsts) == (0.01, 1, 2)
+    assert (health.load, wellbeing.num_running) == (1, 0)
 
 
 def test_measurements_grow_old_and_the_median_is_of_the_rest() -> None:
