@@ -98,7 +98,8 @@ class _Batches:
         seen = await self._records.batch(tenant, record.id)
         if seen is None:
             await self._make_room(tenant)
-            if await self._records.add_batch(record):
+            limit = self._bus.settings.batch_limit
+            if await self._records.add_batch(record, check=lambda others: _check_room(others, limit)):
                 self._keeper.nudge()
                 return _as_json(batch_object(record))
             seen = await self._records.batch(tenant, record.id)
@@ -146,14 +147,17 @@ class _Batches:
         """Refuse what would be one too many; what a tenant keeps is bounded, however many it makes and cancels."""
         settings = self._bus.settings
         records = await self._records.batches(tenant)
-        ended = [record for record in records if record.is_over]
-        if len(records) - len(ended) >= (limit := settings.batch_limit):
-            message = f"There are {limit} batches under way, which is the limit; try again when one has ended."
-            raise RequestError(Refusal(code="rate_limited", message=message, retry_after_s=60))
+        _check_room(records, settings.batch_limit)
         if len(await self._files.list(tenant)) > (limit := settings.file_limit):
             raise RequestError(invalid("input_file_id", f"has no room for results beside {limit} files; delete some"))
-        for record in ended[:-_MAX_ENDED]:
+        for record in [record for record in records if record.is_over][:-_MAX_ENDED]:
             await self._records.forget_batch(tenant, record.id)
+
+
+def _check_room(records: list[BatchRecord], limit: int) -> None:
+    if sum(not record.is_over for record in records) >= limit:
+        message = f"There are {limit} batches under way, which is the limit; try again when one has ended."
+        raise RequestError(Refusal(code="rate_limited", message=message, retry_after_s=60))
 
 
 def _check(body: dict[str, Any]) -> Refusal | None:

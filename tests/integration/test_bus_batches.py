@@ -1,7 +1,9 @@
 """Objects, records and results in the broker."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -156,3 +158,36 @@ async def test_a_lease_has_one_owner_and_runs_out(bus: Bus) -> None:
     assert await records.take_lease(TENANT, "batch_1", "two", expected=revision, ttl_s=5) is not None
     changes = [change async for change in records.changes(after=0)]
     assert {(change.is_lease, change.batch) for change in changes} == {(False, "batch_1"), (True, "batch_1")}
+
+
+async def test_batches_added_at_once_do_not_exceed_what_is_allowed_together(bus: Bus) -> None:
+    records = BatchRecords(bus)
+    await records.add_batch(msgspec.structs.replace(RECORD, tenant=Tenant("other"), id="batch_other"))
+
+    def at_most_three(seen: list[BatchRecord]) -> None:
+        if len(seen) >= 3:
+            raise ValueError("too many")
+
+    added = await asyncio.gather(
+        *(
+            records.add_batch(msgspec.structs.replace(RECORD, id=f"batch_{number}"), check=at_most_three)
+            for number in range(12)
+        ),
+        return_exceptions=True,
+    )
+    assert [each for each in added if not isinstance(each, ValueError)] == [True] * 3
+    known = await records.batches(TENANT)
+    assert len(known) == 3
+    assert not await records.add_batch(known[0], check=at_most_three)
+
+
+async def test_a_file_that_was_barred_is_not_added_beside_others(bus: Bus) -> None:
+    records = BatchRecords(bus)
+    file = FileRecord(
+        id="file-1", tenant=TENANT, filename="a", purpose="batch", size_bytes=1, created_at=1, expires_at=2
+    )
+    await records.remove_file(TENANT, file.id)
+    await records.add_file(file, ttl_s=60, check=lambda _: None)
+    assert await records.files(TENANT) == []
+    await records.add_file(msgspec.structs.replace(file, id="file-2"), ttl_s=60, check=lambda _: None)
+    assert [each.id for each in await records.files(TENANT)] == ["file-2"]

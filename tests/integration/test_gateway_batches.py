@@ -1,5 +1,7 @@
 """Files and batches under the official `openai` client, unmodified."""
 
+import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any, Final
@@ -288,6 +290,37 @@ async def test_tenants_have_as_many_files_and_batches_as_they_may_have(broker_ur
             with pytest.raises(openai.APIStatusError, match="larger than the limit of 2000 bytes"):
                 await client.files.create(file=("in.jsonl", jsonl(line("d", prompt="x" * 3000))), purpose="batch")
             assert first.purpose == "batch"
+
+
+async def test_what_is_made_at_once_at_two_gateways_does_not_exceed_the_limits(broker_url: str, prefix: str) -> None:
+    async with (
+        deployment(broker_url, prefix, file_limit=3, batch_limit=2) as running,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        clients = []
+        for _ in range(2):
+            gateway = await running.gateway()
+            client = AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="any", max_retries=0, timeout=20)
+            clients.append(await stack.enter_async_context(client))
+        file = ("in.jsonl", jsonl(line("a")))
+        sent = await asyncio.gather(
+            *(client.files.create(file=file, purpose="batch") for client in clients * 4), return_exceptions=True
+        )
+        files = [each for each in sent if not isinstance(each, BaseException)]
+        assert len(files) == 3
+        assert all("3 files" in str(each) for each in sent if isinstance(each, BaseException))
+        assert len({each.id for each in (await clients[0].files.list()).data}) == 3
+        info = await running.bus.nc.jetstream().stream_info(f"OBJ_{running.bus.names.files_store}")
+        assert info.state.messages == 2 * 3, "the bytes of those that were refused are gone"
+        made = await asyncio.gather(
+            *(
+                client.batches.create(input_file_id=files[0].id, endpoint=URL, completion_window="24h")
+                for client in clients * 4
+            ),
+            return_exceptions=True,
+        )
+        assert sum(isinstance(each, Batch) for each in made) == 2
+        assert all(isinstance(each, Batch | openai.RateLimitError) for each in made)
 
 
 async def test_a_file_that_asked_for_less_time_is_gone_then_bytes_and_all(
