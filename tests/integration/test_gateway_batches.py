@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
+import httpx2
 import msgspec
 import openai
 import pytest
@@ -207,17 +208,63 @@ async def is_idle(engine: SimEngine) -> bool:
     return engine.num_running == 0
 
 
-async def test_the_same_id_is_the_same_batch(running: Deployment, client: AsyncOpenAI) -> None:
+@pytest.mark.parametrize("header", ["X-Headrace-Id", "Idempotency-Key"])
+async def test_the_same_key_is_the_same_batch(running: Deployment, client: AsyncOpenAI, header: str) -> None:
     await running.worker()
     file = await client.files.create(file=("in.jsonl", jsonl(line("a"))), purpose="batch")
-    made = [
-        await client.batches.create(
-            input_file_id=file.id, endpoint=URL, completion_window="24h", extra_headers={"X-Headrace-Id": "mine"}
+
+    async def make(key: str, metadata: dict[str, str] | None = None) -> Batch:
+        return await client.batches.create(
+            input_file_id=file.id,
+            endpoint=URL,
+            completion_window="24h",
+            metadata=metadata,
+            extra_headers={header: key},
         )
-        for _ in range(2)
-    ]
-    assert made[0].id == made[1].id
-    await ended(client, made[0])
+
+    made = await make("mine")
+    assert (await make("mine")).id == made.id
+    assert (await make("other")).id != made.id
+    with pytest.raises(openai.BadRequestError, match=f"'{header}' was used for another batch"):
+        await make("mine", {"not": "the same"})
+    with pytest.raises(openai.BadRequestError, match=f"'{header}' must have 1 to 255 characters"):
+        await make("x" * 256)
+    await ended(client, made)
+    await client.files.delete(file.id)
+    assert (await make("mine")).id == made.id
+
+
+class LosesFirstAnswer(httpx2.AsyncHTTPTransport):
+    """Sends everything; of requests to a URL that ends so, the first answer is lost."""
+
+    def __init__(self, ending: str) -> None:
+        super().__init__()
+        self._ending = ending
+        self.num_sent = 0
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        response = await super().handle_async_request(request)
+        if request.url.path.endswith(self._ending):
+            self.num_sent += 1
+            if self.num_sent == 1:
+                await response.aread()
+                raise httpx2.ReadError("the answer is lost", request=request)
+        return response
+
+
+async def test_what_the_official_client_sends_again_is_the_same_batch(running: Deployment) -> None:
+    gateway = await running.gateway()
+    transport = LosesFirstAnswer("/batches")
+    async with AsyncOpenAI(
+        base_url=f"{gateway.url}/v1", api_key="any", max_retries=2, http_client=httpx2.AsyncClient(transport=transport)
+    ) as client:
+        batch = await started(client, line("a"))
+        assert transport.num_sent == 2
+        assert [each.id for each in (await client.batches.list()).data] == [batch.id]
+        again = await client.batches.create(
+            input_file_id=str(batch.input_file_id), endpoint=URL, completion_window="24h"
+        )
+        assert again.id != batch.id, "the same is asked for twice"
 
 
 async def test_a_batch_whose_time_is_up_keeps_what_it_has(running: Deployment, client: AsyncOpenAI) -> None:
