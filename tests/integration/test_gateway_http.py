@@ -147,10 +147,13 @@ async def test_content_types_do_not_matter_but_encodings_do(running: Deployment,
 # Heads
 
 
+def port_of(gateway: Gateway) -> int:
+    return int(gateway.url.rpartition(":")[2])
+
+
 async def raw(gateway: Gateway, request: bytes) -> bytes:
     """What comes back for bytes that no HTTP library would send, until the gateway closes or a moment has passed."""
-    host, _, port = gateway.url.removeprefix("http://").partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(gateway))
     try:
         writer.write(request)
         await writer.drain()
@@ -183,6 +186,61 @@ async def test_a_head_that_does_not_end_costs_the_connection(http: Http, monkeyp
     monkeypatch.setattr(protocol, "_HEAD_S", 0.3)
     for head in (b"", b"GET /healthz HTTP/1.1\r\nHost:"):
         assert await raw(http.gateway, head) == b""
+
+
+REFUSED_HEAD = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000000\r\n\r\n"
+
+
+async def test_a_body_that_trickles_on_after_the_answer_costs_the_connection(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "_DRAIN_S", 0.5)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(http.gateway))
+
+    async def trickle() -> None:
+        with contextlib.suppress(ConnectionError):
+            while not writer.is_closing():
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+
+    writer.write(REFUSED_HEAD)
+    trickling = asyncio.create_task(trickle())
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 404")
+            with contextlib.suppress(ConnectionResetError):
+                await reader.read()
+    finally:
+        trickling.cancel()
+        await asyncio.wait([trickling])
+        writer.close()
+
+
+async def test_a_large_body_is_not_read_for_ever_after_the_answer(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_MAX_DRAINED_BYTES", 1_000_000)
+    monkeypatch.setattr(protocol, "_DRAIN_S", 600.0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(http.gateway))
+    writer.write(REFUSED_HEAD)
+    async with asyncio.timeout(WITHIN_S):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 404")
+        with contextlib.suppress(ConnectionError):
+            while True:  # until the timeout, unless the gateway closes
+                writer.write(b"x" * 65_536)
+                await writer.drain()
+    writer.close()
+
+
+async def test_a_connection_whose_body_ends_soon_after_the_answer_is_used_again(http: Http) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(http.gateway))
+    async with asyncio.timeout(WITHIN_S):
+        for _ in range(2):
+            writer.write(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
+            await reader.readexactly(int(length.partition(b":")[2]))
+            writer.write(b"0123456789")
+    writer.close()
 
 
 async def test_a_client_that_takes_nothing_for_long_loses_its_connection_and_its_job(
