@@ -61,6 +61,10 @@ class Files:
         """The bytes of a file. Raises ObjectGoneError, BrokerError while it is read."""
         return self._objects.read(object_name(tenant, file))
 
+    async def check_bytes(self, tenant: Tenant, file: str) -> None:
+        """Raise ObjectGoneError where `read` would at once; reads none of the bytes. Raises BrokerError."""
+        await self._objects.info(object_name(tenant, file))
+
     def writer(self, tenant: Tenant, file: str, *, ttl_s: int) -> ObjectWriter:
         """Write the bytes of a new file; it is known after `add`."""
         return self._objects.writer(object_name(tenant, file), ttl_s=ttl_s)

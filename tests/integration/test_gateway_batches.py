@@ -136,6 +136,25 @@ async def test_files_are_listed_read_and_removed(client: AsyncOpenAI) -> None:
     assert {file.id async for file in client.files.list()} == {second.id}
 
 
+async def test_the_head_of_a_content_is_answered_without_reading_it(
+    client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = jsonl(line("a", prompt="x" * 300_000))
+    file = await client.files.create(file=("in.jsonl", data), purpose="batch")
+    url = f"{client.base_url}files/{file.id}/content"
+
+    def read_nothing(self: Files, tenant: str, file: str) -> None:
+        pytest.fail("it is read")
+
+    monkeypatch.setattr(Files, "read", read_nothing)
+    async with httpx2.AsyncClient() as http:
+        head = await http.head(url)
+        assert (head.status_code, head.headers["content-length"]) == (200, str(len(data)))
+        assert head.headers["content-type"] == "application/octet-stream"
+        await client.files.delete(file.id)
+        assert (await http.head(url)).status_code == 404
+
+
 @pytest.mark.parametrize(
     ("data", "told"),
     [
