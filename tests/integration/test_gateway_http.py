@@ -35,6 +35,9 @@ class Http:
     def get(self, path: str) -> Any:
         return self._session.get(self.gateway.url + path)
 
+    def head(self, path: str) -> Any:
+        return self._session.head(self.gateway.url + path)
+
     def delete(self, path: str) -> Any:
         return self._session.delete(self.gateway.url + path)
 
@@ -461,6 +464,19 @@ async def test_a_job_by_its_id(running: Deployment, http: Http) -> None:
         async with http.get(path) as response:
             status, code = await refused(response)
             assert (status, code) in {(404, "job_not_found"), (400, "invalid_value")}
+
+
+async def test_the_head_of_a_stream_does_not_wait_for_its_end(running: Deployment, http: Http) -> None:
+    await running.worker(sim(default_tokens=4000, tokens_per_second=5))
+    async with http.post({**HELLO, "max_tokens": 4000, "stream": True}, x_headrace_id="long") as response:
+        await next_line(response, "data: ")
+        async with http.head("/v1/jobs/long/stream") as head:
+            assert head.status == 200
+            assert head.headers["content-type"].startswith("text/event-stream")
+            assert head.headers["x-headrace-job"] == "long"
+        await next_line(response, "data: ")
+    async with http.head("/v1/jobs/nobody/stream") as head:
+        assert head.status == 404
 
 
 async def test_a_stream_read_anew_after_an_offset(running: Deployment, http: Http) -> None:
