@@ -330,15 +330,20 @@ async def test_a_worker_with_a_wrong_clock(running: Deployment, tmp_path: Path, 
 async def test_a_worker_that_loads_its_model_gets_nothing_until_it_is_ready(running: Deployment) -> None:  # WRK-11
     reading = Reading("waits", 3)
     engine = sim(start_s=2.0, fail_probes=1)  # it comes up, and its first token comes at the second try
+    began = time.monotonic()
     await running.worker(engine, worker="loading", is_awaited=False)
     await until(lambda: is_starting(running, "loading"))
     async with asyncio.timeout(120), asyncio.TaskGroup() as group:
         group.create_task(reading.read(running.client))
-        while not await running.is_ready("loading"):
-            assert await JobQueue(running.bus, MODEL).progress(QueueName()) is None
+        while True:
+            progress = await JobQueue(running.bus, MODEL).progress(QueueName())
+            if time.monotonic() - began >= 2.0:
+                break
+            assert progress is None
             await asyncio.sleep(0.05)
     assert reading.workers == ["loading"]
     assert engine.num_probes == 2
+    assert reading.attempts[1][1] - began >= 2.0 + 0.5  # a probe that failed is made again after half a second
 
 
 async def test_a_worker_that_leaves_and_rejoins_with_a_job_in_flight(
