@@ -1,4 +1,4 @@
-"""Listening on an address, and which names of it a client of this machine may use: alike for every HTTP port of ours."""
+"""Listening on an address, and which names of it are this machine's: alike for every HTTP port of ours."""
 
 import ipaddress
 import socket

@@ -20,6 +20,7 @@ __all__ = [
     "HTTP_OPEN",
     "HTTP_REQUESTS",
     "INTER_TOKEN_S",
+    "METRICS_DROPPED",
     "QUEUE_WAIT_S",
     "REQUESTS_ACCEPTED",
     "REQUESTS_REFUSED",
@@ -142,11 +143,12 @@ FAILOVER_S: Final = _Histogram(
     bounds=_SHORT_S,
 )
 HTTP_REQUESTS: Final = _Counter("headrace_http_requests", "HTTP answers begun.", ("status",))
+METRICS_DROPPED: Final = _Counter("headrace_metrics_dropped", "Of parts' answers to a scrape, not shown.", ("kind",))
 HTTP_OPEN: Final = _Open("headrace_http_open_requests", "HTTP requests being answered.")
 
 _ALL: Final = (
     REQUESTS_ACCEPTED, REQUESTS_REFUSED, QUEUE_WAIT_S, TTFT_S, INTER_TOKEN_S, TOKENS, ATTEMPTS, EVICTIONS, HANDED_OVER,
-    FAILOVER_S, HTTP_REQUESTS, HTTP_OPEN,
+    FAILOVER_S, HTTP_REQUESTS, HTTP_OPEN, METRICS_DROPPED,
 )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ SHUTTING_DOWN: Final = Refusal(
 
 
 CLIENT_LEFT: Final = 499
-"""The status of an answer that nobody was there to read, in figures and nowhere else: nginx's `client closed request`."""
+"""The status of an answer that nobody was there to read, in figures and nowhere else: as nginx has it."""
 
 
 class Gone(enum.Enum):

@@ -1,4 +1,4 @@
-"""What Kubernetes puts into every container of a namespace is no misspelt setting; all else that is unknown still is."""
+"""What Kubernetes puts into every container of a namespace is no misspelt setting; all else that is unknown is."""
 
 import pytest
 
