@@ -1,5 +1,6 @@
 """Memory that an engine computes in: the machine's, or what the engine itself says is left."""
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Final, Protocol
@@ -9,9 +10,19 @@ import msgspec
 from headrace.errors import EngineError
 from headrace.worker.engines.base import Engine
 
-__all__ = ["EngineProbe", "HostMemory", "HostProbe", "Memory", "MemoryProbe", "read_host_memory"]
+__all__ = [
+    "EngineProbe",
+    "HostMemory",
+    "HostProbe",
+    "Memory",
+    "MemoryProbe",
+    "read_host_memory",
+    "shared_by",
+    "shared_folder",
+]
 
 _MEMINFO: Final = Path("/proc/meminfo")
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _KIB: Final = 1024
 _FRESH_FOR_S: Final = 0.4
 
@@ -90,3 +101,17 @@ def read_host_memory(path: Path = _MEMINFO) -> Memory | None:
     if len(values) != 2:
         return None
     return Memory(total_bytes=values["MemTotal"], free_bytes=values["MemAvailable"], source="system")
+
+
+def shared_folder(state_dir: str) -> Path:
+    """Where the workers with this state directory share the memory of devices."""
+    return Path(state_dir) / "memory"
+
+
+def shared_by(folder: Path, memory: Memory) -> Path:
+    """Where the workers that share this memory keep their table: by the GPU's UUID, or by the machine's present run."""
+    if memory.source == "gpu" and memory.gpu is not None:
+        return folder / memory.gpu
+    with contextlib.suppress(OSError):
+        return folder / f"host-{_BOOT_ID.read_text().strip()}"
+    return folder / "host"

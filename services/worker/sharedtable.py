@@ -7,6 +7,7 @@ import os
 import secrets
 import stat
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -15,11 +16,14 @@ import msgspec
 
 from headrace.errors import EngineError
 
-__all__ = ["Part", "SharedTable", "Table"]
+__all__ = ["JOIN_WITHIN_S", "Part", "SharedTable", "Table", "name_of"]
 
 log = logging.getLogger(__name__)
 
+JOIN_WITHIN_S: Final = 1.0
+"""How long who joins or leaves waits for the lock."""
 _LOCK_PAUSE_S: Final = 0.0005
+_MAX_REMOVED: Final = 3
 _MAX_TABLE_BYTES: Final = 1 << 20
 _REMOVE_IT: Final = "stop the workers that share it and remove it"
 _ALIVE: Final = ".alive"
@@ -28,11 +32,13 @@ _ALIVE: Final = ".alive"
 class Part(msgspec.Struct):
     """One worker's: bytes promised to its requests, and those of them that its engine surely has allocated.
 
+    Of one whose engine takes its memory at its start, both are about that, and `share_bytes` says how much it is.
     `gone_at` is when others saw it dead. `is_unknown`: it takes part, and what it told was lost with the table.
     """
 
     promised_bytes: int = 0
     allocated_bytes: int = 0
+    share_bytes: int = 0
     gone_at: float | None = None
     is_unknown: bool = False
 
@@ -56,35 +62,40 @@ class Table(msgspec.Struct):
 
 
 class SharedTable:
-    """One worker's hold on the table in `folder`. Who takes part has a file of its own there, locked while it lives.
+    """A hold on the table in `folder`, of the worker called `name`; as `member` it takes part once.
+
+    Who takes part has a file of its own there, locked while it lives.
 
     The files may be removed at any time, and a crash of the machine may tear the table. Who takes part is in every
     table that is read, an unknown part if need be; and whoever has the lock has put back what is missing of its own.
     """
 
-    def __init__(self, folder: Path, member: str, *, clock: Callable[[], float]) -> None:
-        self._folder = folder
-        self._member = member
+    def __init__(self, folder: Path, *, name: str, clock: Callable[[], float]) -> None:
+        self.folder = folder
+        self.member = f"{name}-{uuid.uuid4().hex[:8]}"
         self._clock = clock
         self._lock: int | None = None
         self._alive: int | None = None
 
-    @property
-    def is_open(self) -> bool:
-        """Between `open` and `close`."""
-        return self._lock is not None
-
     def open(self) -> None:
         """Be able to lock the table. Raises OSError."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = _opened(self._folder / "lock")
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = _opened(self.folder / "lock")
 
     def enter(self) -> None:
         """Take part, inside the lock, with a part in the table already: what has a file and no part is unknown."""
-        self._alive = _opened_alone(self._file_of(self._member))
+        self._alive = _opened_alone(self._file_of(self.member))
 
-    def close(self) -> None:
-        """Let go of all. Safe to call twice."""
+    def leave(self) -> None:
+        """Take our part out, where that can be done, and let go of all. Safe to call twice, and before `open`."""
+        if self._lock is None:
+            return
+        with contextlib.suppress(OSError, EngineError), self.locked(within_s=JOIN_WITHIN_S):
+            table = self.read()
+            table.parts.pop(self.member, None)
+            table.version += 1
+            self.write(table)
+            self.remove(self.member)
         for descriptor in (self._alive, self._lock):
             if descriptor is not None:
                 os.close(descriptor)
@@ -92,9 +103,9 @@ class SharedTable:
 
     @contextlib.contextmanager
     def locked(self, *, within_s: float) -> Iterator[None]:
-        """Nobody else reads or writes inside. Raises EngineError where the lock cannot be had, or a file not be used."""
+        """Nobody else reads or writes inside. Raises EngineError without the lock, or where a file cannot be used."""
         if self._lock is None:
-            raise EngineError(f"no part in {self._folder} was taken")
+            raise EngineError(f"no part in {self.folder} was taken")
         try:
             self._take_lock(within_s=within_s)
             try:
@@ -102,7 +113,7 @@ class SharedTable:
             finally:
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
         except OSError as error:
-            raise EngineError(f"{self._folder} cannot be used: {error.strerror}") from None
+            raise EngineError(f"{self.folder} cannot be used: {error.strerror}") from None
 
     def read(self) -> Table:
         """The table, or a new one where there is none; inside the lock. Raises EngineError for what is no table."""
@@ -110,7 +121,7 @@ class SharedTable:
         is_new = table is None
         if table is None:
             table = Table(version=secrets.randbits(48), made_at=self._clock())
-        members = (path.name.removesuffix(_ALIVE) for path in self._folder.glob(f"*{_ALIVE}"))
+        members = (path.name.removesuffix(_ALIVE) for path in self.folder.glob(f"*{_ALIVE}"))
         lost = {member: Part(is_unknown=True) for member in members if member not in table.parts}
         if is_new or lost:
             table.parts |= lost
@@ -120,9 +131,9 @@ class SharedTable:
 
     def write(self, table: Table) -> None:
         """As a whole or not at all, whenever we are killed; inside the lock."""
-        new = self._folder / "table.new"
+        new = self.folder / "table.new"
         new.write_bytes(msgspec.json.encode(table))
-        new.replace(self._folder / "table.json")
+        new.replace(self.folder / "table.json")
 
     def is_alive(self, member: str) -> bool:
         """Whether the process that took part under this name is there."""
@@ -146,23 +157,27 @@ class SharedTable:
         """Have the lock that is in the folder now, and our own file beside it."""
         assert self._lock is not None
         until = time.monotonic() + within_s
-        while not (_has_locked(self._lock) and _is_at(self._lock, self._folder / "lock")):
-            if time.monotonic() >= until:
-                raise EngineError(f"another worker keeps {self._folder} locked")
-            if _is_at(self._lock, self._folder / "lock"):
+        num_removed = 0
+        while not (_has_locked(self._lock) and _is_at(self._lock, self.folder / "lock")):
+            if _is_at(self._lock, self.folder / "lock"):
+                if time.monotonic() >= until:
+                    raise EngineError(f"another worker keeps {self.folder} locked")
                 time.sleep(_LOCK_PAUSE_S)
-            else:
-                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                removed, self._lock = self._lock, _opened(self._folder / "lock")
-                os.close(removed)
-        if self._alive is not None and not _is_at(self._alive, self._file_of(self._member)):
-            log.warning("files in %s were removed under running workers; they are put back", self._folder)
-            removed, self._alive = self._alive, _opened_alone(self._file_of(self._member))
+                continue
+            num_removed += 1
+            if num_removed > _MAX_REMOVED:
+                raise EngineError(f"the lock in {self.folder} is removed again and again")
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            removed, self._lock = self._lock, _opened(self.folder / "lock")
+            os.close(removed)
+        if self._alive is not None and not _is_at(self._alive, self._file_of(self.member)):
+            log.warning("files in %s were removed under running workers; they are put back", self.folder)
+            removed, self._alive = self._alive, _opened_alone(self._file_of(self.member))
             os.close(removed)
 
     def _decoded(self) -> Table | None:
         """None where the file is not there, or torn: as we have the lock, nobody is writing it any more."""
-        path = self._folder / "table.json"
+        path = self.folder / "table.json"
         try:
             known = path.stat()
             if not stat.S_ISREG(known.st_mode) or known.st_size > _MAX_TABLE_BYTES:
@@ -180,7 +195,12 @@ class SharedTable:
         return table
 
     def _file_of(self, member: str) -> Path:
-        return self._folder / f"{member}{_ALIVE}"
+        return self.folder / f"{member}{_ALIVE}"
+
+
+def name_of(member: str) -> str:
+    """The worker's own name."""
+    return member.rpartition("-")[0]
 
 
 def _opened(path: Path) -> int:

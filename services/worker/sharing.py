@@ -1,8 +1,6 @@
 """Free memory that several workers of one machine promise to requests, each byte of it once."""
 
-import contextlib
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -10,12 +8,11 @@ from typing import Final
 import msgspec
 
 from headrace.errors import EngineError, EngineStartError
-from headrace.worker.sharedtable import Part, SharedTable, Table
+from headrace.worker.sharedtable import JOIN_WITHIN_S, Part, SharedTable, Table
 
 __all__ = ["SharedMemory", "Sight"]
 
 _LOCK_WITHIN_S: Final = 0.02
-_JOIN_WITHIN_S: Final = 1.0
 _GONE_FOR_S: Final = 5.0
 """How long what a dead worker promised stays promised: its engine may not have noticed yet."""
 _NEW_FOR_S: Final = 1.0
@@ -23,7 +20,10 @@ _NEW_FOR_S: Final = 1.0
 
 
 class Sight(msgspec.Struct, frozen=True, kw_only=True):
-    """What others have of the memory at one `version` of the table."""
+    """What others have of the memory at one `version` of the table.
+
+    `allocated_bytes` is what their requests have, and give back when they end.
+    """
 
     version: int
     outstanding_bytes: int
@@ -54,46 +54,36 @@ class SharedMemory:
     def __init__(
         self, folder: Path, *, name: str, is_kept: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._folder = folder
-        self._member = f"{name}-{uuid.uuid4().hex[:8]}"
         self._is_kept = is_kept
         self._clock = clock
-        self._table = SharedTable(folder, self._member, clock=clock)
+        self._table = SharedTable(folder, name=name, clock=clock)
 
     def open(self) -> None:
         """Take part, with nothing promised yet. Raises EngineStartError where the folder cannot be used."""
         try:
             self._table.open()
-            with self._table.locked(within_s=_JOIN_WITHIN_S):
+            with self._table.locked(within_s=JOIN_WITHIN_S):
                 table = self._table.read()
-                table.parts[self._member] = Part()
+                table.parts[self._table.member] = Part()
                 self._table.write(table)
                 self._table.enter()
         except (OSError, EngineError) as error:
             self.close()
-            raise EngineStartError(f"memory cannot be shared by {self._folder}: {error}") from None
+            raise EngineStartError(f"memory cannot be shared by {self._table.folder}: {error}") from None
 
     def close(self) -> None:
         """Leave, with all that was promised. Safe to call twice, and before `open`."""
-        if not self._table.is_open:
-            return
-        with contextlib.suppress(OSError, EngineError), self._table.locked(within_s=_JOIN_WITHIN_S):
-            table = self._table.read()
-            table.parts.pop(self._member, None)
-            table.version += 1
-            self._table.write(table)
-            self._table.remove(self._member)
-        self._table.close()
+        self._table.leave()
 
     def look(self) -> Sight:
         """What others have now. Raises EngineError where the table cannot be read."""
         with self._table.locked(within_s=_LOCK_WITHIN_S):
             table = self._table.read()
-        others = [part for member, part in table.parts.items() if member != self._member]
+        others = [part for member, part in table.parts.items() if member != self._table.member]
         return Sight(
             version=table.version,
             outstanding_bytes=sum(part.outstanding_bytes for part in others),
-            allocated_bytes=sum(part.allocated_bytes for part in others),
+            allocated_bytes=sum(part.allocated_bytes for part in others if not part.share_bytes),
             num_others=len(others),
         )
 
@@ -107,12 +97,12 @@ class SharedMemory:
             table = self._table.read()
             if table.version != seen.version:
                 return False
-            known = table.parts.get(self._member, Part())
+            known = table.parts.get(self._table.member, Part())
             part = Part(promised_bytes=promised_bytes, allocated_bytes=min(allocated_bytes, promised_bytes))
             if self._is_kept:
                 part.promised_bytes = max(part.promised_bytes, known.promised_bytes)
                 part.allocated_bytes = max(part.allocated_bytes, known.allocated_bytes)
-            table.parts[self._member] = part
+            table.parts[self._table.member] = part
             has_changed = self._forget_the_dead(table) or part != known
             table.version += has_changed
             outstanding_bytes = sum(each.outstanding_bytes for each in table.parts.values())
@@ -127,7 +117,7 @@ class SharedMemory:
         """
         with self._table.locked(within_s=_LOCK_WITHIN_S):
             table = self._table.read()
-            part = table.parts.get(self._member)
+            part = table.parts.get(self._table.member)
             if table.unpromised_bytes is None or part is None:
                 return False
             grown_bytes = max(0, reserved_bytes - part.promised_bytes) if self._is_kept else need_bytes
@@ -143,7 +133,7 @@ class SharedMemory:
         """Drop the parts of workers that died long enough ago; whether any part changed."""
         has_changed = False
         for member, part in list(table.parts.items()):
-            if member == self._member or self._table.is_alive(member):
+            if member == self._table.member or self._table.is_alive(member):
                 continue
             if part.gone_at is None:
                 part.gone_at, has_changed = self._clock(), True

@@ -7,7 +7,6 @@ import os
 import socket
 import time
 import uuid
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -33,6 +32,7 @@ from headrace.worker.gate import Gate
 from headrace.worker.handling import Handler
 from headrace.worker.held import HeldSet
 from headrace.worker.ledger import Ledger
+from headrace.worker.memory import shared_folder
 from headrace.worker.neighbours import Neighbours
 from headrace.worker.puller import Puller
 from headrace.worker.pulse import Pulse
@@ -112,7 +112,7 @@ class Worker:
             self._held,
             told_tokens=options.kv_tokens,
             name=options.worker,
-            shared_folder=Path(self._settings.state_dir) / "memory",
+            shared_folder=shared_folder(self._settings.state_dir),
         )
         self._view = ConfigView(bus)
         self._gate = Gate(self._ledger, ageing_s=self._settings.ageing_s, on_change=self._room_changed)

@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.discipline.capacity import MeasuredCapacity
-from headrace.worker.capacity import KvCapacity, Looked, shared_by
+from headrace.worker.capacity import KvCapacity, Looked
 from headrace.worker.ledger import Ledger
-from headrace.worker.memory import Memory
+from headrace.worker.memory import Memory, shared_by
 from headrace.worker.sharing import SharedMemory
 
 FREE_BYTES = 100
 WORKERS = st.integers(0, 1)
+TORN = st.sampled_from([None, b"", b"{", b'{"version":7,"unpromised_bytes":100,"parts":{"w-'])
+"""What is left of a table.json."""
 
 
 class Request:
@@ -241,12 +243,22 @@ class SharedGpu(RuleBasedStateMachine):
         worker.shared.close()
         self.workers[number] = self.new_worker(is_kept=worker.is_kept)
 
-    @rule(left=st.sampled_from([None, b"", b"{", b'{"version":7,"unpromised_bytes":100,"parts":{"w-']))
+    @rule(left=TORN)
     def lose_the_table(self, left: bytes | None) -> None:
         table = self.shared_folder / "table.json"
         table.unlink(missing_ok=True)
         if left is not None and self.shared_folder.exists():
             table.write_bytes(left)
+
+    @rule(number=WORKERS, left=TORN)
+    def lose_the_table_while_the_other_stands_still(self, number: int, left: bytes | None) -> None:
+        """A process that is stopped tells nothing for seconds, and its engine goes on."""
+        self.all_measure()
+        self.lose_the_table(left)
+        self.measure(number)
+        self.wait(1.0)
+        self.measure(number)
+        self.admit_all_that_is_unpromised(number)
 
     @rule()
     def lose_the_lock(self) -> None:
@@ -255,7 +267,7 @@ class SharedGpu(RuleBasedStateMachine):
     @rule(number=WORKERS)
     def lose_a_workers_file(self, number: int) -> None:
         shared = self.workers[number].shared
-        shared._table._file_of(shared._member).unlink(missing_ok=True)
+        shared._table._file_of(shared._table.member).unlink(missing_ok=True)
         self.is_somebody_unknown = True
 
     @precondition(lambda self: not self.dead)
@@ -264,6 +276,13 @@ class SharedGpu(RuleBasedStateMachine):
         """What a worker had that died less than five seconds ago would be forgotten too soon."""
         shutil.rmtree(self.shared_folder, ignore_errors=True)
         self.is_somebody_unknown = True
+
+    @precondition(lambda self: not self.dead)
+    @rule(number=WORKERS)
+    def lose_everything_and_be_first(self, number: int) -> None:
+        self.lose_everything()
+        self.measure(number)
+        self.admit_all_that_is_unpromised(number)
 
     @property
     def shared_folder(self) -> Path:

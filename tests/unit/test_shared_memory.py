@@ -13,12 +13,12 @@ import pytest
 from headrace.errors import EngineError, EngineStartError
 from headrace.worker import capacity as capacities
 from headrace.worker import sharing
-from headrace.worker.capacity import KvCapacity, shared_by
+from headrace.worker.capacity import KvCapacity
 from headrace.worker.engines.base import EngineFacts, KvMemory
 from headrace.worker.gpu import find_gpu
 from headrace.worker.held import HeldSet
 from headrace.worker.ledger import Ledger
-from headrace.worker.memory import Memory
+from headrace.worker.memory import Memory, shared_by
 from headrace.worker.sharing import SharedMemory
 from tests.fake_nvml import Card, FakeNvml
 
@@ -301,7 +301,7 @@ def test_a_lock_that_is_removed_locks_nobody_out_and_nobody_in(two: Two) -> None
         third._table.open()
         with pytest.raises(EngineError, match=r"keeps .* locked"), third._table.locked(within_s=0.01):
             pass
-        third._table.close()
+        third._table.leave()
     assert two.claim(two.other)
 
 
