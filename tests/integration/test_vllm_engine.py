@@ -217,6 +217,14 @@ async def test_what_keeps_it_from_starting_is_said(tmp_path: Path) -> None:
     with pytest.raises(EngineStartError, match=r"vLLM 0\.32\.0 tells no capacity: vllm:cache_config_info"):
         async with started(f"--fake-metrics {told}"):
             pass
+    told.write_text(told.read_text() + 'vllm:cache_config_info{block_size="16",num_gpu_blocks="11"} 1.0\n')
+    with pytest.raises(
+        EngineStartError,
+        match=r"vLLM 0\.99\.0 tells no usage of its KV cache: neither vllm:kv_cache_usage_perc nor "
+        "vllm:gpu_cache_usage_perc is in its /metrics",
+    ):
+        async with started(f"--fake-metrics {told} --fake-version 0.99.0"):
+            pass
     with pytest.raises(EngineStartError, match=r"vLLM 0\.12\.1 is too old: 0\.13 or newer"):
         async with started("--fake-version 0.12.1"):
             pass

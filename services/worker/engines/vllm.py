@@ -15,7 +15,7 @@ import msgspec
 from headrace.errors import ConfigError, EngineError, EngineStartError
 from headrace.worker.engines.base import EngineFacts
 from headrace.worker.engines.child import ServerChild, free_port
-from headrace.worker.engines.openai import OpenAIEngine, OpenAIOptions, no_capacity
+from headrace.worker.engines.openai import OpenAIEngine, OpenAIOptions
 from headrace.worker.engines.options import PositiveInt, Seconds
 from headrace.worker.engines.processes import Process, descendants, process_of
 from headrace.worker.engines.served import ServedEngine
@@ -174,8 +174,8 @@ class VllmEngine(ServedEngine):
             name="vllm",
         )
         await child.until(attached.start(), timeout_s=options.start_timeout_s)
-        if attached.facts.kv_capacity_tokens is None:
-            raise EngineStartError(no_capacity(attached.facts.version))
+        if why := attached.lacking:
+            raise EngineStartError(why)
         below = await asyncio.to_thread(descendants, child.pid)
         self._core = [each for each in below if each.name.startswith(_CORE)]
         self._gpus.settle()
