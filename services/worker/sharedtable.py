@@ -107,8 +107,9 @@ class SharedTable:
         if self._lock is None:
             raise EngineError(f"no part in {self.folder} was taken")
         try:
-            self._take_lock(within_s=within_s)
             try:
+                self._take_lock(within_s=within_s)
+                self._put_back()
                 yield
             finally:
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
@@ -154,7 +155,7 @@ class SharedTable:
         self._file_of(member).unlink(missing_ok=True)
 
     def _take_lock(self, *, within_s: float) -> None:
-        """Have the lock that is in the folder now, and our own file beside it."""
+        """Have the lock that is in the folder now."""
         assert self._lock is not None
         until = time.monotonic() + within_s
         num_removed = 0
@@ -170,6 +171,9 @@ class SharedTable:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             removed, self._lock = self._lock, _opened(self.folder / "lock")
             os.close(removed)
+
+    def _put_back(self) -> None:
+        """Have our own file in the folder."""
         if self._alive is not None and not _is_at(self._alive, self._file_of(self.member)):
             log.warning("files in %s were removed under running workers; they are put back", self.folder)
             removed, self._alive = self._alive, _opened_alone(self._file_of(self.member))

@@ -305,6 +305,17 @@ def test_a_lock_that_is_removed_locks_nobody_out_and_nobody_in(two: Two) -> None
     assert two.claim(two.other)
 
 
+def test_who_cannot_put_its_file_back_keeps_nobody_locked_out(two: Two) -> None:
+    own = two.one._table._file_of(two.one._table.member)
+    own.unlink()
+    own.mkdir()
+    with pytest.raises(EngineError, match="cannot be used"):
+        two.claim(two.one)
+    with two.other._table.locked(within_s=0):
+        pass
+    own.rmdir()
+
+
 def test_a_worker_without_its_file_puts_it_back_and_is_not_taken_for_dead(two: Two) -> None:
     for path in two.folder.glob("one-*.alive"):
         path.unlink()

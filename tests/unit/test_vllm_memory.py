@@ -144,6 +144,7 @@ def test_the_least_that_a_model_takes(
         ({"mamba_d_state": 16}, 15, 16, TOKEN_BYTES),
         ({"num_hidden_layers": None}, 15, 8192, 0),
         ({"max_position_embeddings": None}, 15, 16, TOKEN_BYTES),
+        ({"seq_length": 2048}, 15, 2048, TOKEN_BYTES),
     ],
 )
 def test_what_is_not_known_of_a_model_counts_as_little(
@@ -171,6 +172,7 @@ def test_a_model_that_is_no_folder_or_has_no_configuration_is_only_held_against_
     [
         "--config vllm.yaml", "--distributed-executor-backend ray", "--gpu-memory-utilization x",
         "--gpu-memory-utilization 0", "--gpu-memory-utilization 1.1", "--gpu-memory-utilization nan", "-tp x", "-tp 0",
+        "--data_parallel_rank 3", "-dpl 2", "--nnodes=2",
     ],
 )  # fmt: skip
 def test_arguments_that_do_not_tell_are_left_to_vllm(tmp_path: Path, args: str) -> None:

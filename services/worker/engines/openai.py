@@ -128,7 +128,7 @@ class OpenAIEngine:
 
     @property
     def lacking(self) -> str:
-        """What a started vLLM does not tell though admission needs it, with its version; empty if nothing is missing."""
+        """What a started vLLM does not tell and admission needs, with its version; empty if nothing is missing."""
         if self._findings is None or self._findings.dialect is not Dialect.VLLM:
             return ""
         named = f"vLLM {self._findings.version or 'of unknown version'}"

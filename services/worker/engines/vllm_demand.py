@@ -22,9 +22,20 @@ _DEFAULT_UTILISATION: Final = 0.9
 _PARALLEL: Final = (
     ("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp"), ("--data-parallel-size", "-dp"),
 )  # fmt: skip
+_ELSEWHERE: Final = frozenset({
+    "--config", "--nnodes", "--node-rank", "--data-parallel-rank", "--data-parallel-start-rank",
+    "--data-parallel-size-local", "--data-parallel-address", "--data-parallel-backend", "--data-parallel-external-lb",
+    "--data-parallel-hybrid-lb", "-dpn", "-dpr", "-dpl", "-dpa", "-dpb", "-dpe", "-dph",
+})  # fmt: skip
+"""Flags by which others may stand in a file, or the GPUs of the server not be the first of this machine."""
 _CHANGES_WEIGHTS: Final = ("--quantization", "-q", "--cpu-offload", "--offload", "--load-format", "--hf-overrides")
 _UNEVEN: Final = re.compile(r"sliding|chunk|mamba|ssm|hybrid|attn_(layer|type)|shared_layers|linear|layers_block_type")
 """Keys of models whose layers keep unlike caches: what a long request takes there is not known here."""
+_LONGEST: Final = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_sequence_length",
+    "max_seq_length", "seq_len",
+)  # fmt: skip
+"""Keys for the longest request of a model; vLLM takes the least."""
 _MIN_TOKENS: Final = 16
 ANYWAY: Final = "option memory_check=false starts it all the same"
 """What to do about a refusal that is wrong."""
@@ -60,7 +71,7 @@ def demand_of(argv: Sequence[str], folder: Path) -> Demand | None:
     text = value_of(_UTILISATION, argv)
     sizes = [number_of(value_of(flags, argv) or "1") for flags in _PARALLEL]
     tensor, pipeline, data = sizes
-    if "--config" in flags_of(argv) or value_of("--distributed-executor-backend", argv) == "ray":
+    if flags_of(argv) & _ELSEWHERE or value_of("--distributed-executor-backend", argv) == "ray":
         return None
     try:
         utilisation = float(text) if text is not None else _DEFAULT_UTILISATION
@@ -159,10 +170,9 @@ def _num_tokens(config: Mapping[str, Any], argv: Sequence[str]) -> int:
         _UNEVEN.search(key) and value and (is_sliding or "sliding" not in key) for key, value in config.items()
     )
     text = value_of("--max-model-len", argv)
-    longest = config.get("max_position_embeddings") if text is None else number_of(text)
-    if is_uneven or not isinstance(longest, int) or isinstance(longest, bool):
-        return _MIN_TOKENS
-    return max(_MIN_TOKENS, longest)
+    told = [config.get(key) for key in _LONGEST] if text is None else [number_of(text)]
+    known = [number for number in told if isinstance(number, int) and not isinstance(number, bool)]
+    return _MIN_TOKENS if is_uneven else max(_MIN_TOKENS, min(known, default=0))
 
 
 def _number_bytes(config: Mapping[str, Any], argv: Sequence[str]) -> int:
