@@ -89,6 +89,6 @@ def test_a_setting_is_heard_beside_links() -> None:
         ("HEADRACE_SERVICE", "10.0.0.11"),
     ],
 )
-def test_what_it_does_not_write_is_still_named(variable: str, text: str) -> None:
+def test_what_it_does_not_write_is_still_named(variable: str, text: str) -> None:  # OPS-2
     with pytest.raises(ConfigError, match=f"^unknown variable {variable}; "):
         load(environ={**of("gateway"), variable: text})
