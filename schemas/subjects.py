@@ -254,6 +254,11 @@ class Names(msgspec.Struct, frozen=True):
         return f"{self.upper}_usage"
 
     @property
+    def instances_bucket(self) -> str:
+        """KV bucket of hosts, the replicas they run, and how many of each there shall be."""
+        return f"{self.upper}_instances"
+
+    @property
     def batches_bucket(self) -> str:
         """KV bucket of batches, their leases, and what files there are."""
         return f"{self.upper}_batches"

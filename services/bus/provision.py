@@ -151,7 +151,11 @@ def _deployment_streams(names: Names, settings: Settings) -> list[StreamConfig]:
     }
     usage = _bucket(names.usage_bucket, settings, history=1) | {"allow_msg_ttl": True}
     config = _bucket(names.config_bucket, settings, history=_CONFIG_HISTORY)
-    return [*logs, dead, workers, config, usage, *_batch_streams(names, settings)]
+    instances = _bucket(names.instances_bucket, settings, history=1) | {
+        "allow_msg_ttl": True,
+        "subject_delete_marker_ttl": _MARKER_TTL_S * _NANOSECONDS,
+    }
+    return [*logs, dead, workers, config, usage, instances, *_batch_streams(names, settings)]
 
 
 def _batch_streams(names: Names, settings: Settings) -> list[StreamConfig]:
