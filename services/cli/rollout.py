@@ -33,7 +33,7 @@ timeout_option: Final = click.option(
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """Replicas of one group at one moment. `leased` and `ready` ones are of the generation that is declared.
 
-    `outdated` are leases of other generations, or more than are wanted. `troubles` say why replicas fail.
+    `outdated` are leases of other generations, and those of this one beyond what is wanted. `troubles` say why replicas fail.
     """
 
     generation: str
@@ -67,20 +67,15 @@ def rollout_of(name: GroupName, group: ReplicaGroup, snapshot: Snapshot) -> Roll
     """How far a group is."""
     wanted = wanted_replicas(group, snapshot.scales.get(name))
     slots = snapshot.slots_of(name)
-    current = {
-        slot.index: lease
-        for slot, lease in slots.items()
-        if slot.generation == group.generation and slot.index < wanted
-    }
-    troubles = (f"{lease.reason} (host {lease.host})" for _, lease in sorted(current.items()) if lease.reason)
+    current = [lease for slot, lease in sorted(slots.items()) if slot.generation == group.generation]
     return Rollout(
         generation=group.generation,
         wanted=wanted,
         leased=len(current),
-        ready=sum(lease.state == "Ready" for lease in current.values()),
-        outdated=len(slots) - len(current),
+        ready=sum(lease.state == "Ready" for lease in current),
+        outdated=len(slots) - min(len(current), wanted),
         num_hosts=len(snapshot.hosts),
-        troubles=tuple(troubles),
+        troubles=tuple(f"{lease.reason} (host {lease.host})" for lease in current if lease.reason),
         failed=snapshot.failed.get((name, group.generation)),
     )
 
