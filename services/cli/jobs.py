@@ -88,14 +88,18 @@ def show(settings: Settings, job: str, tenant: str, as_json: bool) -> None:
 @jobs.command()
 @click.argument("job")
 @tenant_option
+@click.option("--json", "as_json", is_flag=True, help="One JSON object: what the job is now.")
 @with_settings
-def cancel(settings: Settings, job: str, tenant: str) -> None:
+def cancel(settings: Settings, job: str, tenant: str, as_json: bool) -> None:
     """Cancel a job, queued or running. Fails if it had ended in another way before."""
     check_job(job, tenant)
     status = asyncio.run(_cancel(settings, job, tenant))
+    if as_json:
+        click.echo(msgspec.json.encode(status).decode())
     if status.state != "cancelled":
         raise HeadraceError(f"job {job} was not cancelled: it is {status.state} already")
-    click.echo(f"job {job} is cancelled")
+    if not as_json:
+        click.echo(f"job {job} is cancelled")
 
 
 async def _show(settings: Settings, job: str, tenant: str) -> ShownJob:

@@ -55,9 +55,12 @@ class EventStream(Response):
         self._num_held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write the stream to its end; an error after its begin is a frame."""
+        """Write the stream to its end; an error after its begin is a frame. Asked for the head alone, write that."""
         async with self._stream as stream:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            if scope["method"] == "HEAD":
+                await send({"type": "http.response.body"})
+                return
             last = await self._open.unless_gone(self._write(send), receive)
             if last is Gone.CLIENT:
                 await cancel(stream)

@@ -35,6 +35,9 @@ class Http:
     def get(self, path: str) -> Any:
         return self._session.get(self.gateway.url + path)
 
+    def head(self, path: str) -> Any:
+        return self._session.head(self.gateway.url + path)
+
     def delete(self, path: str) -> Any:
         return self._session.delete(self.gateway.url + path)
 
@@ -147,10 +150,13 @@ async def test_content_types_do_not_matter_but_encodings_do(running: Deployment,
 # Heads
 
 
+def port_of(gateway: Gateway) -> int:
+    return int(gateway.url.rpartition(":")[2])
+
+
 async def raw(gateway: Gateway, request: bytes) -> bytes:
     """What comes back for bytes that no HTTP library would send, until the gateway closes or a moment has passed."""
-    host, _, port = gateway.url.removeprefix("http://").partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(gateway))
     try:
         writer.write(request)
         await writer.drain()
@@ -183,6 +189,61 @@ async def test_a_head_that_does_not_end_costs_the_connection(http: Http, monkeyp
     monkeypatch.setattr(protocol, "_HEAD_S", 0.3)
     for head in (b"", b"GET /healthz HTTP/1.1\r\nHost:"):
         assert await raw(http.gateway, head) == b""
+
+
+REFUSED_HEAD = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000000\r\n\r\n"
+
+
+async def test_a_body_that_trickles_on_after_the_answer_costs_the_connection(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "_DRAIN_S", 0.5)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(http.gateway))
+
+    async def trickle() -> None:
+        with contextlib.suppress(ConnectionError):
+            while not writer.is_closing():
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+
+    writer.write(REFUSED_HEAD)
+    trickling = asyncio.create_task(trickle())
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 404")
+            with contextlib.suppress(ConnectionResetError):
+                await reader.read()
+    finally:
+        trickling.cancel()
+        await asyncio.wait([trickling])
+        writer.close()
+
+
+async def test_a_large_body_is_not_read_for_ever_after_the_answer(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_MAX_DRAINED_BYTES", 1_000_000)
+    monkeypatch.setattr(protocol, "_DRAIN_S", 600.0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(http.gateway))
+    writer.write(REFUSED_HEAD)
+    async with asyncio.timeout(WITHIN_S):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 404")
+        with contextlib.suppress(ConnectionError):
+            while True:  # until the timeout, unless the gateway closes
+                writer.write(b"x" * 65_536)
+                await writer.drain()
+    writer.close()
+
+
+async def test_a_connection_whose_body_ends_soon_after_the_answer_is_used_again(http: Http) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(http.gateway))
+    async with asyncio.timeout(WITHIN_S):
+        for _ in range(2):
+            writer.write(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
+            await reader.readexactly(int(length.partition(b":")[2]))
+            writer.write(b"0123456789")
+    writer.close()
 
 
 async def test_a_client_that_takes_nothing_for_long_loses_its_connection_and_its_job(
@@ -403,6 +464,19 @@ async def test_a_job_by_its_id(running: Deployment, http: Http) -> None:
         async with http.get(path) as response:
             status, code = await refused(response)
             assert (status, code) in {(404, "job_not_found"), (400, "invalid_value")}
+
+
+async def test_the_head_of_a_stream_does_not_wait_for_its_end(running: Deployment, http: Http) -> None:
+    await running.worker(sim(default_tokens=4000, tokens_per_second=5))
+    async with http.post({**HELLO, "max_tokens": 4000, "stream": True}, x_headrace_id="long") as response:
+        await next_line(response, "data: ")
+        async with http.head("/v1/jobs/long/stream") as head:
+            assert head.status == 200
+            assert head.headers["content-type"].startswith("text/event-stream")
+            assert head.headers["x-headrace-job"] == "long"
+        await next_line(response, "data: ")
+    async with http.head("/v1/jobs/nobody/stream") as head:
+        assert head.status == 404
 
 
 async def test_a_stream_read_anew_after_an_offset(running: Deployment, http: Http) -> None:
