@@ -33,7 +33,8 @@ timeout_option: Final = click.option(
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """Replicas of one group at one moment. `leased` and `ready` ones are of the generation that is declared.
 
-    `outdated` are leases of other generations, and those of this one beyond what is wanted. `troubles` say why replicas fail.
+    `outdated` are leases of other generations, and those of this one beyond what is wanted. `troubles` say why replicas
+    fail.
     """
 
     generation: str

@@ -142,13 +142,13 @@ class Gate:
         for waiting in self._waiting.values():
             waiting.is_in.set()
 
-    def pause(self, by: PausedBy) -> None:
+    def pause(self, by: PausedBy = "engine") -> None:
         """Let nobody in, and let nobody wait, until `resume` by the same."""
         self._paused_by.add(by)
         for waiting in self._waiting.values():
             waiting.is_in.set()
 
-    def resume(self, by: PausedBy) -> None:
+    def resume(self, by: PausedBy = "engine") -> None:
         """That reason is gone; others may stay."""
         was_paused = self.is_paused
         self._paused_by.discard(by)
