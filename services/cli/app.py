@@ -30,6 +30,7 @@ _COMMANDS: Final = {
     "drain": "headrace.cli.workers:drain",
     "evict": "headrace.cli.workers:evict",
     "serve": "headrace.cli.serve:serve",
+    "models": "headrace.cli.models:models",
     "tenant": "headrace.cli.tenants:tenant",
     "config": "headrace.cli.config:config",
     "provision": "headrace.cli.provision:provision",

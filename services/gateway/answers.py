@@ -159,7 +159,9 @@ class EventStream(Response):
                 status = await self._client.status(self._stream.job)
         except (HeadraceError, TimeoutError):
             return waiting_comment(None, None)
-        return waiting_comment(status.position, status.eta_s) if status.state == "queued" else comment(status.state)
+        if status.state != "queued":
+            return comment(status.state)
+        return waiting_comment(status.position, status.eta_s, is_paused=status.paused)
 
 
 class WholeAnswer(Response):

@@ -6,7 +6,7 @@ import msgspec
 
 from headrace.bus.configuration import ConfigView
 from headrace.bus.connection import Bus
-from headrace.discipline.position import eta_s, position, waiting_of
+from headrace.discipline.position import position, waiting_of
 from headrace.router.admission import Wish
 from headrace.router.models import Models
 from headrace.router.routing import choose_queue
@@ -112,12 +112,15 @@ class Placement:
         return size if isinstance(size, Refusal) else Placed(wish, size.need_tokens, size.new_tokens)
 
     async def _starts_in_time(self, wish: Wish) -> bool:
-        """Whether a worker is ready and the measured rate says that the turn comes before the queue timeout."""
+        """Whether a worker is ready and the measured rate says that the turn comes before the queue timeout.
+
+        Not while the model is paused.
+        """
         workers = self._models.workers_of(wish.model, wish.queue.pool)
-        if not workers:
+        if not workers or self._models.is_paused(wish.model):
             return False
         waiting = waiting_of(await self._models.counts(wish.model), workers)
         num_ahead = waiting.get(wish.queue, 0)
         before = position(waiting, wish.queue, num_ahead=num_ahead, weights=self._models.weights(waiting))
-        eta = eta_s(before, workers)
+        eta = self._models.eta_s(before, wish.model, wish.queue.pool)
         return eta is None or eta <= wish.queue_timeout_s
