@@ -1,6 +1,7 @@
 """What the autoscaler decided, in the instances bucket: read as a whole, written by compare-and-set."""
 
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 
@@ -9,9 +10,9 @@ from headrace.bus.keyvalue import Bucket
 from headrace.errors import BrokerUnavailableError
 from headrace.schemas.instances import GroupName, Scale
 
-__all__ = ["KnownScale", "Scales"]
+__all__ = ["NEVER_WRITTEN", "KnownScale", "Scales"]
 
-_REMOVED_TTL_S = 60
+_REMOVED_TTL_S: Final = 60
 
 
 class KnownScale(msgspec.Struct, frozen=True):
@@ -21,7 +22,7 @@ class KnownScale(msgspec.Struct, frozen=True):
     scale: Scale | None
 
 
-NEVER_WRITTEN = KnownScale(0, None)
+NEVER_WRITTEN: Final = KnownScale(0, None)
 
 
 class Scales:
@@ -53,9 +54,7 @@ class Scales:
 
     async def remove(self, group: GroupName, *, expected_revision: int) -> bool:
         """Take a key away if its revision is still that. Raises as `write` does."""
-        result = await self._bucket.remove(
-            group.scale_key, expected_revision=expected_revision, ttl_s=_REMOVED_TTL_S
-        )
+        result = await self._bucket.remove(group.scale_key, expected_revision=expected_revision, ttl_s=_REMOVED_TTL_S)
         if isinstance(result, Unknown):
             raise BrokerUnavailableError(f"{group.scale_key} may be removed or not: {result.reason}")
         return isinstance(result, Stored)

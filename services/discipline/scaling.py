@@ -1,11 +1,11 @@
 """How many replicas a group shall have from now on: by what a request has to wait, and by what is idle; pure.
 
-By Little's law, `A` jobs that wait or run, each to be gone after its wait and its service, ask for A / (wait + service)
-ends a second; a replica gives slots / service. So the fewest replicas with which nobody waits longer than the target are
+The expected wait is jobs without a slot, times the time of one, over the slots of all replicas. The target is met by
 
     A · service / (slots · (target + service))
 
-which is the same as that jobs without a slot, times the service time, over all slots, is the target at most.
+replicas for A jobs that wait or run. Little's law says the same: A jobs, each to be gone after the target and its
+service, are A / (target + service) ends a second, and a replica gives slots / service.
 """
 
 import math
@@ -66,10 +66,10 @@ def needed_replicas(bounds: Autoscale, load: GroupLoad) -> int | None:
 def decide(bounds: Autoscale, scale: Scale | None, load: GroupLoad, now: float) -> Scale | None:
     """What is to be written in place of `scale`, None where that stands. Whoever sees the same decides the same.
 
-    Up to the number that meets the target at once, counted with all that are wanted, up or not, and `up_cooldown_s`
-    after the step before. From none to one without any cooldown, for any job, and that step begins none. Down by one
-    after `idle_s` in which one fewer was enough, `down_cooldown_s` after any step; from one to none only if for `idle_s`
-    nothing waited or ran.
+    Up to the number that meets the target at once, `up_cooldown_s` after the step before; those that are wanted and not
+    up yet count as if they were. From none to one without any cooldown, for any job, and that step begins none. Down by
+    one after `idle_s` in which one fewer was enough, `down_cooldown_s` after any step; from one to none only if for
+    `idle_s` nothing waited or ran.
     """
     before = scale if scale is not None else Scale(replicas=load.wanted)
     replicas = min(max(load.wanted, bounds.min_replicas), bounds.max_replicas)

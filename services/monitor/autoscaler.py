@@ -106,9 +106,9 @@ class Autoscaler:
     async def _tidy(self, known: Mapping[GroupName, KnownScale], scaled: Mapping[GroupName, Autoscale]) -> None:
         """Remove the decisions on groups that are no longer scaled."""
         for name, each in known.items():
-            if name not in scaled and each.scale is not None:
-                if await self._scales.remove(name, expected_revision=each.revision):
-                    log.info("model %s, pool %s: its number of replicas no longer follows the load", *_of(name))
+            is_left_over = name not in scaled and each.scale is not None
+            if is_left_over and await self._scales.remove(name, expected_revision=each.revision):
+                log.info("model %s, pool %s: its number of replicas no longer follows the load", *_of(name))
         self._is_tidied = True
 
     async def _messages(self, model: str) -> QueueCounts:

@@ -1,5 +1,6 @@
 """The autoscaler's decisions: bounds, order, cooldowns, agreement, and rest under a constant load."""
 
+import itertools
 import math
 
 import msgspec
@@ -268,5 +269,5 @@ def test_under_a_constant_load_it_turns_once_at_most_and_comes_to_rest(
             changes.append((now, decided.replicas - scale.replicas))
         scale = decided
     signs = [change > 0 for _, change in changes]
-    assert sum(one != other for one, other in zip(signs, signs[1:], strict=False)) <= 1, changes
+    assert sum(one != other for one, other in itertools.pairwise(signs)) <= 1, changes
     assert all(at < 2000 for at, _ in changes), changes
