@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+from headrace.bus.activity import last_worked_at
 from headrace.bus.connection import Stored
 from headrace.bus.keyvalue import Bucket
 from headrace.bus.provision import ensure_jobs_stream
@@ -93,6 +94,10 @@ async def test_a_burst_from_zero_is_served_and_ends_at_zero(broker_url: str, pre
             assert last is not None
             assert last.seconds_per_job is not None
             assert last.slots == 2
+            worked_at = await last_worked_at(running.bus, MODEL, "default")
+            assert worked_at is not None
+            assert last.decided_at - 20 < worked_at <= last.decided_at - 1.0
+            assert await last_worked_at(running.bus, MODEL, "other") is None
             num_writes = await Bucket(running.bus, running.bus.names.instances_bucket).last_revision()
             assert num_writes <= MAX_WRITES
             assert (await running.client.complete(model=MODEL, prompt="one more", max_tokens=1)).usage is not None
