@@ -50,12 +50,11 @@ def simulate_fleet(
     model: EngineModel,
     start_s: float,
     until_s: float,
-    options: PolicyOptions = PolicyOptions(),
     seed: int = 0,
 ) -> FleetOutcome:
     """Play the trace to the end of its last request, and on until `until_s`; an engine takes `start_s` to be up."""
     clock = Clock()
-    fleet = _Fleet(clock, scaler, model=model, start_s=start_s, until_s=until_s, options=options, seed=seed)
+    fleet = _Fleet(clock, scaler, model=model, start_s=start_s, until_s=until_s, seed=seed)
     requests = [Request(index, arrival, model.need_tokens(arrival)) for index, arrival in enumerate(arrivals)]
     too_large = [request.index for request in requests if request.need_tokens > model.kv_tokens]
     assert not too_large, "the scenario has a request that no engine can hold"
@@ -63,9 +62,7 @@ def simulate_fleet(
     feed(clock, fleet.pull, requests)
     clock.at(0.0, fleet.look)
     clock.run()
-    return FleetOutcome(
-        requests=requests, samples=fleet.samples, replica_s=fleet.replica_s, num_steps=fleet.num_steps
-    )
+    return FleetOutcome(requests=requests, samples=fleet.samples, replica_s=fleet.replica_s, num_steps=fleet.num_steps)
 
 
 class _Fleet:
@@ -79,7 +76,6 @@ class _Fleet:
         model: EngineModel,
         start_s: float,
         until_s: float,
-        options: PolicyOptions,
         seed: int,
     ) -> None:
         self._clock = clock
@@ -87,7 +83,7 @@ class _Fleet:
         self._model = model
         self._start_s = start_s
         self._until_s = until_s
-        self.pull = Pull(Ground(clock=clock, engines=(), random=Random(f"{seed} policy"), options=options))
+        self.pull = Pull(Ground(clock=clock, engines=(), random=Random(f"{seed} policy"), options=PolicyOptions()))
         self.num_open = 0
         self.samples: list[Sample] = []
         self.num_steps = 0

@@ -53,9 +53,7 @@ class Pull:
 
     def add(self, engine: Engine) -> None:
         """Its worker is ready: it looks at once, as a new one does."""
-        worker = PullWorker(
-            engine, self._ground, self._queues, ahead=self._ahead, others=self._others, ring=self._ring
-        )
+        worker = PullWorker(engine, self._ground, self._queues, ahead=self._ahead, others=self._others, ring=self._ring)
         self._workers[engine.name] = worker
         self._beats[engine.name] = worker.view()
         self._num_added += 1

@@ -85,9 +85,10 @@ class Utilisation:
 
 
 class QueueDepth:
-    """Jobs per engine, as KEDA scales on the length of a queue: looks each 30 s for the first, and 300 s after the last.
+    """Jobs per engine, as KEDA scales on the length of a queue: it looks each 30 s for the first job.
 
-    Beyond one engine it is the autoscaler of Kubernetes, with jobs per engine as its measure.
+    From one engine on it is the autoscaler of Kubernetes, with jobs per engine as its measure, until 300 s after the
+    last job.
     """
 
     def __init__(self, max_replicas: int, *, jobs_per_replica: float | None = None) -> None:

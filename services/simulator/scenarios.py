@@ -119,7 +119,9 @@ def make_trace(
         sample = list(itertools.islice(_requests(source, Random(f"{seed} sample {number}")), _SAMPLE))
         rate = load * source.share * num_workers / seconds_per_request(model, sample)
         times = Random(f"{seed} times {number}")
-        streams.append(_timed(_times(source, rate, duration_s, times), _requests(source, Random(f"{seed} requests {number}"))))
+        streams.append(
+            _timed(_times(source, rate, duration_s, times), _requests(source, Random(f"{seed} requests {number}")))
+        )
     return list(heapq.merge(*streams, key=lambda arrival: arrival.time_s))
 
 
