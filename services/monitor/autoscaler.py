@@ -19,6 +19,7 @@ from headrace.discipline.replicas import wanted_replicas
 from headrace.discipline.scaling import GroupLoad, decide
 from headrace.errors import BrokerError, NotProvisionedError
 from headrace.monitor.groupload import group_load
+from headrace.monitor.quiet import Quiet
 from headrace.schemas.instances import GroupName, Scale
 from headrace.schemas.replicas import Autoscale, ReplicaGroup
 
@@ -27,9 +28,8 @@ __all__ = ["Autoscaler"]
 log = logging.getLogger(__name__)
 
 _EVERY_S: Final = 1.0
-_MAX_LAG_S: Final = 2.0
 _QUIET_TTLS: Final = 2.0
-"""Times to live of a worker before it acts after a fault of its own or the broker's: workers seem gone until then."""
+"""Times to live of a worker in which it does nothing after a fault of its own or the broker's."""
 
 
 class Autoscaler:
@@ -45,13 +45,13 @@ class Autoscaler:
         self._workers = workers
         self._config = ConfigView(bus)
         self._scales = Scales(bus)
-        self._quiet_until = 0.0
+        span_s = _QUIET_TTLS * bus.settings.worker_ttl_s
+        self._quiet = Quiet(span_s=span_s, every_s=_EVERY_S, now=time.monotonic())
         self._is_tidied = False
         self.wanted: Mapping[GroupName, int] = {}
 
     async def run(self) -> None:
         """Scale until cancelled; a broker that does not answer only makes it wait."""
-        self._be_quiet()
         self._bus.on_reconnect.append(self._on_reconnect)
         try:
             async with self._config.running(may_come_later=True):
@@ -60,29 +60,22 @@ class Autoscaler:
             self._bus.on_reconnect.remove(self._on_reconnect)
 
     async def _on_reconnect(self) -> None:
-        self._be_quiet()
-
-    def _be_quiet(self) -> None:
-        self._quiet_until = time.monotonic() + _QUIET_TTLS * self._bus.settings.worker_ttl_s
+        self._quiet.begin(time.monotonic())
 
     async def _tick_for_ever(self) -> None:
-        expected = time.monotonic() + _EVERY_S
         while True:
             await asyncio.sleep(_EVERY_S)
-            now = time.monotonic()
-            if now - expected > _MAX_LAG_S or not self._workers.is_fresh or not self._bus.is_connected:
-                self._be_quiet()
-            expected = now + _EVERY_S
             if self._config.changed.is_set():
                 self._config.changed.clear()
                 self._is_tidied = False
-            if now < self._quiet_until or not self._config.is_read:
+            is_well = self._config.is_read and self._workers.is_fresh and self._bus.is_connected
+            if not self._quiet.may_act(time.monotonic(), is_well=is_well):
                 continue
             try:
                 await self._look()
             except BrokerError as error:
                 log.warning("the number of replicas stays as it is for now: %s", error)
-                self._be_quiet()
+                self._quiet.begin(time.monotonic())
 
     async def _look(self) -> None:
         groups = {

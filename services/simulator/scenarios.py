@@ -92,7 +92,7 @@ SCENARIOS: Final[Mapping[str, Scenario]] = MappingProxyType(
             sources=(
                 Source(
                     lengths=LENGTHS["conversation"],
-                    steps=Steps(((60, 0), (300, 3), (900, 0.3), (960, 6), (1200, 0.5))),
+                    steps=Steps(((30, 0), (270, 3), (870, 0.3), (930, 6), (1170, 0.5))),
                 ),
             ),
             load=0.7,

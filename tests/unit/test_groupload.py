@@ -1,8 +1,9 @@
-"""What a monitor takes for the load of a group of replicas."""
+"""What a monitor takes for the load of a group of replicas, and when it acts on it."""
 
 from typing import Any
 
 from headrace.monitor.groupload import group_load
+from headrace.monitor.quiet import Quiet
 from headrace.schemas.instances import GroupName, Scale
 from headrace.schemas.replicas import Autoscale, ReplicaGroup
 from headrace.schemas.subjects import Lane, QueueName
@@ -61,3 +62,12 @@ def test_a_jobs_time_is_that_at_which_all_together_work() -> None:
     load = group_load(GROUP, NAME, scale=Scale(replicas=3, seconds_per_job=9.0), messages={}, beats=beats)
     assert (load.num_ready, load.slots, load.seconds_per_job) == (3, 3.0, 2.0)
     assert load.num_running == 0
+
+
+def test_a_monitor_acts_only_when_all_was_well_for_a_while() -> None:
+    quiet = Quiet(span_s=4.0, every_s=1.0, now=0.0)
+    assert [quiet.may_act(now, is_well=True) for now in (1.0, 2.0, 3.0, 4.0, 5.0)] == [False, False, False, True, True]
+    assert [quiet.may_act(now, is_well=now != 6.0) for now in (6.0, 7.0, 9.0, 10.0)] == [False, False, False, True]
+    quiet.begin(10.5)
+    assert [quiet.may_act(now, is_well=True) for now in (11.0, 14.0, 14.5)] == [False, False, True]
+    assert not quiet.may_act(20.0, is_well=True), "it was stopped itself, and its view is as old"
