@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-from headrace.bus.connection import Bus, Stored, Unknown
+from headrace.bus.connection import Bus, Refused, Stored, StoreResult, Unknown
 from headrace.bus.keyvalue import Bucket
 from headrace.errors import BrokerUnavailableError
 from headrace.schemas.instances import GroupName, Scale
@@ -43,21 +43,23 @@ class Scales:
     async def write(self, group: GroupName, scale: Scale, *, expected_revision: int) -> bool:
         """Write it if the key's revision is still that; False where somebody else was faster.
 
-        Raises BrokerUnavailableError where the answer is not clear.
+        Raises BrokerUnavailableError where the broker takes it from nobody, or gives no clear answer.
         """
-        result = await self._bucket.put(
-            group.scale_key, msgspec.json.encode(scale), expected_revision=expected_revision
-        )
-        if isinstance(result, Unknown):
-            raise BrokerUnavailableError(f"{group.scale_key} may be written or not: {result.reason}")
-        return isinstance(result, Stored)
+        value = msgspec.json.encode(scale)
+        return _is_stored(await self._bucket.put(group.scale_key, value, expected_revision=expected_revision), group)
 
     async def remove(self, group: GroupName, *, expected_revision: int) -> bool:
         """Take a key away if its revision is still that. Raises as `write` does."""
         result = await self._bucket.remove(group.scale_key, expected_revision=expected_revision, ttl_s=_REMOVED_TTL_S)
-        if isinstance(result, Unknown):
-            raise BrokerUnavailableError(f"{group.scale_key} may be removed or not: {result.reason}")
-        return isinstance(result, Stored)
+        return _is_stored(result, group)
+
+
+def _is_stored(result: StoreResult, group: GroupName) -> bool:
+    if isinstance(result, Unknown):
+        raise BrokerUnavailableError(f"{group.scale_key} may be written or not: {result.reason}")
+    if isinstance(result, Refused) and not result.is_lost_race:
+        raise BrokerUnavailableError(f"{group.scale_key} is not taken: {result.description}")
+    return isinstance(result, Stored)
 
 
 def _decoded(value: bytes | None) -> Scale | None:
