@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -16,7 +16,9 @@ from headrace.bus.connection import Bus
 from headrace.bus.heartbeats import WorkersView
 from headrace.bus.overview import overview
 from headrace.errors import BrokerError
+from headrace.metrics import model_label
 from headrace.monitor.counted import counted
+from headrace.schemas.instances import GroupName
 from headrace.schemas.metrics import Measured
 from headrace.schemas.overview import Overview, QueueOverview, WorkerOverview
 
@@ -27,6 +29,7 @@ _QUIET_S: Final = 0.1
 _MAX_PARTS: Final = 2048
 _MAX_ANSWER_BYTES: Final = 512 << 10
 _MAX_BYTES: Final = 32 << 20
+_NONE: Final[Mapping[GroupName, int]] = {}
 
 
 class Exposition:
@@ -35,9 +38,10 @@ class Exposition:
     Those who come during a scrape share the next: however many ask, or leave again, nobody waits for more than two.
     """
 
-    def __init__(self, bus: Bus, view: WorkersView) -> None:
+    def __init__(self, bus: Bus, view: WorkersView, wanted: Callable[[], Mapping[GroupName, int]] = dict) -> None:
         self._bus = bus
         self._view = view
+        self._wanted = wanted
         self._one_at_a_time = asyncio.Lock()
         self._num_begun = 0
         self._latest: bytes | BrokerError | None = None
@@ -64,7 +68,7 @@ class Exposition:
             return error
         finally:
             asking.cancel()
-        text, dropped = await asyncio.to_thread(as_text, parts, now)
+        text, dropped = await asyncio.to_thread(as_text, parts, now, self._wanted())
         for kind, number in dropped.items():
             metrics.METRICS_DROPPED.add(kind, number=number)
         return text
@@ -120,13 +124,15 @@ class Answers:
         return True
 
 
-def as_text(parts: Sequence[Measured], now: Overview) -> tuple[bytes, Counter[str]]:
-    """The metrics of the parts, each with its place as labels, and gauges of queues and workers; and what was dropped
-    of the former, by `kind`.
+def as_text(
+    parts: Sequence[Measured], now: Overview, wanted: Mapping[GroupName, int] = _NONE
+) -> tuple[bytes, Counter[str]]:
+    """The metrics of the parts, each with its place as labels, and gauges of queues, workers and wanted replicas; and
+    what was dropped of the former, by `kind`.
     """
     registry = CollectorRegistry(auto_describe=False)
     families, dropped = counted(parts)
-    registry.register(_Collected([*families, *_of_queues(now.queues), *_of_workers(now.workers)]))
+    registry.register(_Collected([*families, *_of_queues(now.queues), *_of_workers(now.workers), _of_groups(wanted)]))
     return generate_latest(registry), dropped
 
 
@@ -175,3 +181,14 @@ def _of_workers(workers: Iterable[WorkerOverview]) -> list[Metric]:
             if (value := getattr(worker, f"memory_{kind}_bytes")) is not None:
                 memory.add_metric((*key, kind), value)
     return [state, running, waiting, slots, kv_tokens, memory]
+
+
+def _of_groups(wanted: Mapping[GroupName, int]) -> Metric:
+    """By model and pool; of models beyond the bound of the label, the sum."""
+    number: dict[tuple[str, str], int] = defaultdict(int)
+    for name, replicas in sorted(wanted.items()):
+        number[model_label(name.model), name.pool] += replicas
+    metric = GaugeMetricFamily("headrace_replicas_wanted", "Replicas that shall be there.", labels=("model", "pool"))
+    for key, replicas in number.items():
+        metric.add_metric(key, replicas)
+    return metric
