@@ -240,7 +240,13 @@ def _logs(names: Names) -> list[str]:
 
 
 def _buckets(names: Names) -> tuple[str, ...]:
-    return (names.workers_bucket, names.config_bucket, names.usage_bucket, names.batches_bucket)
+    return (
+        names.workers_bucket,
+        names.config_bucket,
+        names.usage_bucket,
+        names.batches_bucket,
+        names.instances_bucket,
+    )
 
 
 def _look_at_deployment(names: Names) -> list[str]:
