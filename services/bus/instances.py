@@ -1,4 +1,4 @@
-"""The instances bucket: leases of slots and beats of hosts by compare-and-set, and a view of all of it, kept current."""
+"""The instances bucket: leases of slots and beats of hosts by compare-and-set, and a view of it, kept current."""
 
 import asyncio
 import contextlib
@@ -75,14 +75,14 @@ class InstancesBucket:
         return await self._bucket.remove(host_key(host), expected_revision=expected_revision, ttl_s=_REMOVED_TTL_S)
 
     async def mark_failed(self, group: GroupName, generation: str, failed: FailedGeneration) -> None:
-        """Stop a generation, unless it is stopped already. Whoever sees no sign of it does it again. Raises BrokerError."""
+        """Stop a generation, unless it is stopped already. Who sees no sign of it does it again. Raises BrokerError."""
         key = failed_key(group, generation)
         revision, known = await self._read(key, FailedGeneration)
         if known is None:
             await self._put(key, failed, revision)
 
     async def mark_proven(self, group: GroupName, generation: str) -> None:
-        """Say that a worker of this generation came up. Whoever sees no sign of it does it again. Raises BrokerError."""
+        """Say that a worker of this generation came up. Who sees no sign of it does it again. Raises BrokerError."""
         revision, known = await self._read(proven_key(group), ProvenGeneration)
         if known is None or known.generation != generation:
             await self._put(proven_key(group), ProvenGeneration(generation=generation), revision)

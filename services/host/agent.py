@@ -95,7 +95,11 @@ class Agent:
             self._workers.running(),
             self._config.running(),
             answering(
-                self._bus, SERVICE_NAME, [], description="Runs Headrace's workers on a host", metadata={"host": self._host}
+                self._bus,
+                SERVICE_NAME,
+                [],
+                description="Runs Headrace's workers on a host",
+                metadata={"host": self._host},
             ),
             asyncio.TaskGroup() as group,
         ):
@@ -130,7 +134,9 @@ class Agent:
                     )
                 known_revision = revision if known is not None else None
             if time.monotonic() > until:
-                raise BrokerUnavailableError(f"host {self._host} cannot be registered: the broker does not take its beat")
+                raise BrokerUnavailableError(
+                    f"host {self._host} cannot be registered: the broker does not take its beat"
+                )
             await asyncio.sleep(self._beat_s)
 
     @contextlib.asynccontextmanager
@@ -198,9 +204,7 @@ class Agent:
         promised = {device.name: 0 for device in self._devices}
         for replica in self._replicas.values():
             promised[replica.device] += replica.need_bytes
-        return tuple(
-            msgspec.structs.replace(device, promised_bytes=promised[device.name]) for device in self._devices
-        )
+        return tuple(msgspec.structs.replace(device, promised_bytes=promised[device.name]) for device in self._devices)
 
     # what it does
 
@@ -271,14 +275,14 @@ class Agent:
                 log.info("releasing %s", action.slot.key)
                 await self._release(replica)
             case GiveUp(why=why):
-                log.warning(
-                    "%s is left to other hosts for %g s; it fails here: %s", action.slot.key, _COOL_OFF_S, why
-                )
+                log.warning("%s is left to other hosts for %g s; it fails here: %s", action.slot.key, _COOL_OFF_S, why)
                 key = (action.slot.group, action.slot.generation, replica.device)
                 self._avoided[key] = time.monotonic() + _COOL_OFF_S
                 await self._release(replica)
             case MarkFailed(why=why, failures=failures):
-                log.error("no more workers like %s are started, until the configuration changes: %s", action.slot.key, why)
+                log.error(
+                    "no more workers like %s are started, until the configuration changes: %s", action.slot.key, why
+                )
                 failed = FailedGeneration(
                     reason=why, failures=failures, host=self._host, failed_at=self._bus.clock.now()
                 )

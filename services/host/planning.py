@@ -1,8 +1,8 @@
 """What a host agent does next: a pure function of what it sees, which may be stale, and of what it has.
 
-Stale sight may cost time, never capacity or memory. A slot is taken by compare-and-set, so who was wrong loses. Memory is
-counted from what this host has itself. And of a group's ready workers the first `wanted` in one order that all agents
-share are left alone by each: whoever sees fewer of them than there are stops fewer.
+Stale sight may cost time, never capacity or memory. A slot is taken by compare-and-set, so who was wrong loses. Memory
+is counted from what this host has itself. And of a group's ready workers the first `wanted` in one order that all
+agents share are left alone by each: whoever sees fewer of them than there are stops fewer.
 """
 
 from collections.abc import Iterator, Mapping, Set
@@ -173,9 +173,7 @@ def _is_current(sight: Sight, name: SlotName) -> bool:
     return group is not None and group.generation == name.generation
 
 
-def _ready(
-    group_name: GroupName, group: ReplicaGroup, wanted: int, slots: Mapping[SlotName, Slot]
-) -> list[SlotName]:
+def _ready(group_name: GroupName, group: ReplicaGroup, wanted: int, slots: Mapping[SlotName, Slot]) -> list[SlotName]:
     """Ready replicas of a group, those that stay first: of the wanted generation, then by name."""
     ready = [
         name
@@ -187,9 +185,7 @@ def _ready(
     return sorted(ready, key=lambda name: (name.generation != group.generation, name))
 
 
-def _claims(
-    sight: Sight, slots: Mapping[SlotName, Slot]
-) -> tuple[list[Claim], Mapping[SlotName, float], str]:
+def _claims(sight: Sight, slots: Mapping[SlotName, Slot]) -> tuple[list[Claim], Mapping[SlotName, float], str]:
     """Claims to make, one a group; the free slots that wait for their turn; why one of them has no host."""
     promised = {device.name: 0 for device in sight.devices}
     for holding in sight.holdings.values():

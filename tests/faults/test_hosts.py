@@ -1,0 +1,171 @@
+"""Host agents as processes: one is killed, or cut off; a new generation comes under load; numbers change."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest_asyncio
+
+import headrace.bus.provision
+import headrace.client
+from headrace.bus.connection import Bus
+from headrace.bus.heartbeats import WorkersView
+from headrace.bus.instances import InstancesBucket, InstancesView
+from headrace.bus.server import BrokerInfo
+from headrace.client import Client
+from headrace.lifecycle import ChildProcess, wait_first
+from headrace.settings import Settings
+from tests.deployment import until
+from tests.faults.link import Link
+from tests.hosts import GRACE, configure, ready, sim_group, until_slots
+from tests.processes import part, serving
+
+MODEL = "sim-model"
+
+
+class Ground:
+    """A deployment without workers, and what its buckets say. `host` makes agents."""
+
+    def __init__(self, broker: BrokerInfo, prefix: str, state_dir: Path, client: Client) -> None:
+        self._broker = broker
+        self._prefix = prefix
+        self._state_dir = state_dir
+        self.client = client
+        self.bus: Bus = client.bus
+        self.view = InstancesView(client.bus)
+        self.workers = WorkersView(client.bus)
+
+    def host(self, name: str, *, url: str | None = None) -> ChildProcess:
+        """An agent that lends 4 GiB."""
+        return part(
+            "serve", "host", "--host-id", name, "--memory", "4GiB",
+            url=url or self._broker.url, prefix=self._prefix, state_dir=self._state_dir, **GRACE,
+        )  # fmt: skip
+
+    async def until_renewed(self, name: str, times: int) -> None:
+        """Wait until an agent beat so often: it has had time to do what it would do."""
+        revisions: set[int] = set()
+
+        async def has_beaten() -> bool:
+            revision, beat = await InstancesBucket(self.bus).host(name)
+            revisions.update({revision} if beat is not None else ())
+            return len(revisions) > times
+
+        await until(has_beaten)
+
+    def beating(self) -> set[str]:
+        """Workers that can serve, by their heartbeats."""
+        return {worker for worker, beat in self.workers.beats.items() if beat.state in ("Ready", "Busy")}
+
+
+@pytest_asyncio.fixture
+async def ground(broker: BrokerInfo, prefix: str, tmp_path: Path) -> AsyncIterator[Ground]:
+    def started(*arguments: str) -> ChildProcess:
+        return part(*arguments, url=broker.url, prefix=prefix, state_dir=tmp_path)
+
+    async with (
+        started("serve", "router"),
+        started("serve", "monitor"),
+        headrace.client.connect(broker.url, settings=Settings(prefix=prefix)) as client,
+    ):
+        await headrace.bus.provision.ensure_provisioned(client.bus)
+        made = Ground(broker, prefix, tmp_path, client)
+        async with made.view.running(), made.workers.running():
+            yield made
+
+
+async def test_replicas_of_a_killed_agent_move_and_when_it_returns_there_are_not_four(ground: Ground) -> None:
+    await configure(ground.bus, MODEL, sim_group(2))
+    async with contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(ground.host("first"))
+        await until_slots(ground.view, lambda view: len(ready(view)) == 2)
+        assert {slot.host for slot in ready(ground.view)} == {"first"}
+        before = ground.beating()
+        await stack.enter_async_context(ground.host("second"))
+        await until_slots(ground.view, lambda view: set(view.hosts) == {"first", "second"})
+        first.send_signal(signal.SIGKILL)
+        await until_slots(ground.view, lambda view: [slot.host for slot in ready(view)] == ["second"] * 2)
+        await until_slots(ground.view, lambda view: len(ground.beating()) == 2 and not ground.beating() & before)
+        await stack.enter_async_context(ground.host("first"))
+        await ground.until_renewed("first", 3)
+        assert [slot.host for slot in ready(ground.view)] == ["second"] * 2
+        assert len(ground.beating()) == 2
+
+
+async def test_an_update_under_load_loses_nothing_and_one_that_does_not_start_stops(ground: Ground) -> None:
+    await configure(ground.bus, MODEL, sim_group(2, "tokens_per_second=200"))
+    stop = asyncio.Event()
+    num_done = 0
+    fewest = 2
+
+    async def ask() -> None:
+        nonlocal num_done
+        while not stop.is_set():
+            done = await ground.client.complete(model=MODEL, prompt="and now?", max_tokens=20, deadline_s=60)
+            assert done.text
+            num_done += 1
+
+    async def count() -> None:
+        nonlocal fewest
+        while not stop.is_set():
+            ground.workers.changed.clear()
+            fewest = min(fewest, len(ground.beating()))
+            await wait_first(stop, ground.workers.changed, timeout_s=1.0)
+
+    async with ground.host("first"), ground.host("second"):
+        await until_slots(ground.view, lambda view: len(ready(view)) == 2)
+        await until_slots(ground.view, lambda view: len(ground.beating()) == 2)
+        await serving(ground.client, MODEL)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(4):
+                group.create_task(ask())
+            group.create_task(count())
+            new = sim_group(2, "tokens_per_second=300")
+            await configure(ground.bus, MODEL, new)
+            await until_slots(
+                ground.view,
+                lambda view: (
+                    len(ready(view)) == len(view.slots) == 2
+                    and {name.generation for name in view.slots} == {new.generation}
+                ),
+            )
+            served = ground.beating()
+            bad = sim_group(2, "kv_tokens=0")
+            await configure(ground.bus, MODEL, bad)
+            await until_slots(ground.view, lambda view: bool(view.failed))
+            await until_slots(ground.view, lambda view: len(view.slots) == 2)
+            stop.set()
+    assert num_done > 4
+    assert fewest == 2
+    assert {name.generation for name in ground.view.slots} <= {new.generation}
+    assert served
+    ((_, failed),) = ground.view.failed.items()
+    assert "kv_tokens" in failed.reason
+    assert failed.failures == 3
+
+
+async def test_numbers_change_with_the_configuration_down_to_zero(ground: Ground) -> None:
+    async with ground.host("only"):
+        for wanted in (1, 3, 2, 0):
+            await configure(ground.bus, MODEL, sim_group(wanted))
+            await until_slots(
+                ground.view, lambda view, wanted=wanted: len(ready(view)) == len(view.slots) == wanted
+            )
+            assert sorted(name.index for name in ground.view.slots) == list(range(wanted))
+
+
+async def test_an_agent_that_is_cut_off_drains_what_others_take(ground: Ground, broker: BrokerInfo) -> None:
+    await configure(ground.bus, MODEL, sim_group(1))
+    async with Link(broker.url) as link, ground.host("first", url=link.url):
+        await until_slots(ground.view, lambda view: len(ready(view)) == 1)
+        (lost,) = ground.beating()
+        async with ground.host("second"):
+            await until_slots(ground.view, lambda view: len(view.hosts) == 2)
+            link.freeze()
+            await until_slots(ground.view, lambda view: [slot.host for slot in ready(view)] == ["second"])
+            link.thaw()
+            await until_slots(ground.view, lambda view: len(view.hosts) == 2)
+            await until_slots(ground.view, lambda view: len(ground.beating()) == 1 and lost not in ground.beating())
+            assert [slot.host for slot in ready(ground.view)] == ["second"]
