@@ -150,9 +150,7 @@ async def test_numbers_change_with_the_configuration_down_to_zero(ground: Ground
     async with ground.host("only"):
         for wanted in (1, 3, 2, 0):
             await configure(ground.bus, MODEL, sim_group(wanted))
-            await until_slots(
-                ground.view, lambda view, wanted=wanted: len(ready(view)) == len(view.slots) == wanted
-            )
+            await until_slots(ground.view, lambda view, wanted=wanted: len(ready(view)) == len(view.slots) == wanted)
             assert sorted(name.index for name in ground.view.slots) == list(range(wanted))
 
 
