@@ -9,7 +9,7 @@ import click
 
 from headrace.bus.connection import Bus
 from headrace.cli.memory_options import parse_size
-from headrace.cli.options import located, with_settings
+from headrace.cli.options import with_settings
 from headrace.cli.serving import LogFormat, log_format_option, run_part
 from headrace.errors import ConfigError
 from headrace.schemas.subjects import is_worker_id
@@ -32,7 +32,8 @@ def host(settings: Settings, host_id: str | None, memory: int | None, log_format
     """Run this machine's share of the replicas that the configuration wants (`instances` of a model).
 
     Agents agree by leases: a replica goes to a host whose GPUs, or memory, have room for it; those of a host that is
-    gone go elsewhere. SIGTERM gives the leases back, and lets the workers finish within HEADRACE_GRACE_S.
+    gone go elsewhere. Its workers show its credential. SIGTERM gives the leases back, and lets the workers finish
+    within HEADRACE_GRACE_S.
 
     \b
     headrace serve host
@@ -45,13 +46,10 @@ def host(settings: Settings, host_id: str | None, memory: int | None, log_format
     identity = host_id if host_id is not None else _host_name()
     if not is_worker_id(identity):
         raise ConfigError(f"--host-id is {identity[:80]!r}; allowed: 1 to 64 of A-Z a-z 0-9 _ -")
-    _, own = located(settings)
-    if own.is_secured:
-        raise ConfigError("a host agent cannot run on a secured broker yet: its workers would need credentials")
 
     async def part(bus: Bus, stop: asyncio.Event) -> None:
         options = HostOptions(host=identity, devices=await asyncio.to_thread(find_devices, memory))
-        await run_host(bus, options, process_launcher(bus.url, settings, log_format=log_format), stop=stop)
+        await run_host(bus, options, process_launcher(bus, log_format=log_format), stop=stop)
 
     run_part("host", settings, part, log_format=log_format)
 

@@ -9,6 +9,7 @@ from typing import Final, Protocol, Self
 
 import msgspec
 
+from headrace.bus.connection import Bus
 from headrace.lifecycle import ChildProcess
 from headrace.schemas.replicas import ReplicaGroup
 from headrace.settings import Settings
@@ -52,18 +53,18 @@ Launch = Callable[[Order], Child]
 """Makes the child of an order, not yet started."""
 
 
-def process_launcher(url: str, settings: Settings, *, log_format: str) -> Launch:
+def process_launcher(bus: Bus, *, log_format: str) -> Launch:
     """Launches `headrace serve worker`; its lines go to our stderr.
 
-    Where we are killed, the kernel tells it to drain (Linux).
+    It shows the broker our credential. Where we are killed, the kernel tells it to drain (Linux).
     """
 
     def launch(order: Order) -> Child:
         return ChildProcess(
             command_of(order, log_format=log_format),
             name=f"worker {order.worker}",
-            env=environment_of(order, url, settings, inherited=os.environ),
-            stop_timeout_s=settings.grace_s + _STOP_MARGIN_S,
+            env=environment_of(order, bus.url, bus.settings, inherited=os.environ),
+            stop_timeout_s=bus.settings.grace_s + _STOP_MARGIN_S,
             death_signal=signal.SIGTERM,
             on_line=_show,
         )
@@ -88,6 +89,7 @@ def environment_of(order: Order, url: str, settings: Settings, *, inherited: Map
         "HEADRACE_PREFIX": settings.prefix,
         "HEADRACE_STATE_DIR": settings.state_dir,
         "HEADRACE_LOG_LEVEL": settings.log_level,
+        **({} if settings.nats_credentials is None else {"HEADRACE_NATS_CREDENTIALS": settings.nats_credentials}),
         "CUDA_VISIBLE_DEVICES": order.device if order.group.uses == "gpu" else "",
     }
 

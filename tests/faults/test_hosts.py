@@ -55,6 +55,16 @@ class Ground:
 
         await until(has_beaten)
 
+    async def until_exactly(self, wanted: int) -> None:
+        """Wait until the first so many slots are ready, and nobody has others."""
+        await until_slots(
+            self.view,
+            lambda view: (
+                len(ready(view)) == len(view.slots) == wanted
+                and sorted(name.index for name in view.slots) == list(range(wanted))
+            ),
+        )
+
     def beating(self) -> set[str]:
         """Workers that can serve, by their heartbeats."""
         return {worker for worker, beat in self.workers.beats.items() if beat.state in ("Ready", "Busy")}
@@ -150,8 +160,7 @@ async def test_numbers_change_with_the_configuration_down_to_zero(ground: Ground
     async with ground.host("only"):
         for wanted in (1, 3, 2, 0):
             await configure(ground.bus, MODEL, sim_group(wanted))
-            await until_slots(ground.view, lambda view, wanted=wanted: len(ready(view)) == len(view.slots) == wanted)
-            assert sorted(name.index for name in ground.view.slots) == list(range(wanted))
+            await ground.until_exactly(wanted)
 
 
 async def test_an_agent_that_is_cut_off_drains_what_others_take(ground: Ground, broker: BrokerInfo) -> None:
