@@ -1,19 +1,21 @@
 """What tests of host agents share: groups written to the configuration, and what the bucket says of them."""
 
+import contextlib
 from collections.abc import Callable
 
 import msgspec
 
 from headrace.bus.connection import Bus, Stored
-from headrace.bus.instances import InstancesView
+from headrace.bus.instances import InstancesBucket, InstancesView
 from headrace.bus.keyvalue import Bucket
+from headrace.errors import BrokerError
 from headrace.schemas.config import ModelConfig
 from headrace.schemas.config_text import key_of
 from headrace.schemas.instances import Slot
 from headrace.schemas.replicas import ReplicaGroup
 from tests.deployment import until
 
-__all__ = ["GRACE", "configure", "ready", "sim_group", "until_slots"]
+__all__ = ["GRACE", "configure", "ready", "sim_group", "until_renewed", "until_slots"]
 
 GRACE = {"HEADRACE_GRACE_S": "3"}
 
@@ -54,3 +56,16 @@ async def until_slots(view: InstancesView, holds: Callable[[InstancesView], bool
         await until(check, timeout_s=timeout_s)
     except TimeoutError:
         raise AssertionError(f"slots: {view.slots}, hosts: {view.hosts}, failed: {view.failed}") from None
+
+
+async def until_renewed(bus: Bus, host: str, times: int) -> None:
+    """Wait until an agent beat so often from now on: it has had time to do what it would do."""
+    revisions: set[int] = set()
+
+    async def has_beaten() -> bool:
+        with contextlib.suppress(BrokerError):
+            revision, beat = await InstancesBucket(bus).host(host)
+            revisions.update({revision} if beat is not None else ())
+        return len(revisions) > times
+
+    await until(has_beaten)

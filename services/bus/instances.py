@@ -81,6 +81,13 @@ class InstancesBucket:
         if known is None:
             await self._put(key, failed, revision)
 
+    async def forget_failed(self, group: GroupName, generation: str) -> None:
+        """Let a stopped generation be tried again, the next time that it is configured. Raises BrokerError."""
+        key = failed_key(group, generation)
+        revision, known = await self._read(key, FailedGeneration)
+        if known is not None:
+            await self._bucket.remove(key, expected_revision=revision, ttl_s=_REMOVED_TTL_S)
+
     async def mark_proven(self, group: GroupName, generation: str) -> None:
         """Say that a worker of this generation came up. Who sees no sign of it does it again. Raises BrokerError."""
         revision, known = await self._read(proven_key(group), ProvenGeneration)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -35,6 +36,8 @@ SERVICE_NAME: Final = "headrace-host"
 
 _COOL_OFF_S: Final = 60.0
 """How long a host leaves a generation to others after it failed here."""
+_FORGET_S: Final = 30.0
+"""After that, a generation that failed and is configured no more may be tried again: all have seen the change."""
 _LEASE_BEATS: Final = 4
 _WATCH_SHARE: Final = 0.1
 _MAX_HOST_CHARS: Final = 40
@@ -84,6 +87,7 @@ class Agent:
         self._beat_revision = 0
         self._is_draining = False
         self._reason = ""
+        self._was_away_at = -math.inf
         self._changed = asyncio.Event()
         self._is_due = asyncio.Event()
         self._ousted = asyncio.Event()
@@ -106,9 +110,13 @@ class Agent:
             if not await unless_stopped(self._register(), stop):
                 return
             log.info("host %s lends %s", self._host, ", ".join(map(_shown, self._devices)) or "nothing")
-            async with self._renewing(group):
-                await self._follow(group, stop)
-                await self._leave()
+            self._bus.on_reconnect.append(self._on_reconnect)
+            try:
+                async with self._renewing(group):
+                    await self._follow(group, stop)
+                    await self._leave()
+            finally:
+                self._bus.on_reconnect.remove(self._on_reconnect)
             if self._bus.is_connected and not self._ousted.is_set():
                 await self._bucket.remove_host(self._host, expected_revision=self._beat_revision)
         if self._ousted.is_set():
@@ -162,12 +170,12 @@ class Agent:
             self._is_due.clear()
 
     async def _watch_leases(self) -> None:
-        """Drain what may be another's by now, whatever else waits for the broker."""
+        """Drain what is another's, whatever else waits for the broker."""
         while True:
             await asyncio.sleep(_WATCH_SHARE * self._ttl_s)
             for replica in self._replicas.values():
                 if replica.state != "Draining" and not replica.lease.is_held:
-                    log.warning("the lease of %s could not be renewed in time; draining its worker", replica.name.key)
+                    log.warning("the lease of %s is lost; draining its worker", replica.name.key)
                     replica.drain()
 
     async def _beat(self) -> None:
@@ -226,7 +234,9 @@ class Agent:
                     await self._do(action, group)
                 except BrokerError as error:
                     log.warning("%s of %s is put off: %s", type(action).__name__, action.slot.key, error)
-            await self._tell_proven()
+            with contextlib.suppress(BrokerError):
+                await self._tell_proven()
+                await self._forget_failed()
             await wait_first(*ends, *events, timeout_s=self._beat_s / 2)
 
     def _sight(self) -> Sight:
@@ -247,8 +257,18 @@ class Agent:
             holdings={name: replica.as_holding() for name, replica in self._replicas.items()},
             avoided=self._avoided.keys(),
             waiting=self._waiting,
-            may_claim=view.is_fresh and not self._has_predecessors(),
+            may_claim=self._may_claim(now),
         )
+
+    def _may_claim(self, now: float) -> bool:
+        """Not while the broker is away, nor right after it: leases that expired meanwhile are first their holders'."""
+        if not self._instances.is_fresh:
+            self._was_away_at = now
+        return now - self._was_away_at >= self._ttl_s and not self._has_predecessors()
+
+    async def _on_reconnect(self) -> None:
+        self._was_away_at = time.monotonic()
+        self._is_due.set()
 
     def _has_predecessors(self) -> bool:
         """Whether workers of an earlier run of this agent still drain here: their memory is not known, but taken."""
@@ -316,8 +336,16 @@ class Agent:
             group = groups.get(name.group)
             is_wanted = group is not None and group.generation == name.generation
             if is_wanted and replica.state == "Ready" and self._instances.proven.get(name.group) != name.generation:
-                with contextlib.suppress(BrokerError):
-                    await self._bucket.mark_proven(name.group, name.generation)
+                await self._bucket.mark_proven(name.group, name.generation)
+
+    async def _forget_failed(self) -> None:
+        """Let generations be tried again that were configured away since they failed."""
+        groups = _groups(self._config)
+        until = self._bus.clock.now() - _FORGET_S
+        for (name, generation), failed in list(self._instances.failed.items()):
+            group = groups.get(name)
+            if failed.failed_at < until and (group is None or group.generation != generation):
+                await self._bucket.forget_failed(name, generation)
 
     def _say_why(self, reason: str) -> None:
         if reason != self._reason:

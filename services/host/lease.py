@@ -1,4 +1,4 @@
-"""The lease of one slot: taken, renewed, given back by compare-and-set, and lost for good when that fails too long."""
+"""The lease of one slot: taken, renewed, given back by compare-and-set, and lost for good when another has it."""
 
 import asyncio
 import contextlib
@@ -11,16 +11,17 @@ from headrace.bus.instances import InstancesBucket
 from headrace.errors import BrokerError
 from headrace.schemas.instances import Slot, SlotName
 
-__all__ = ["Lease"]
+__all__ = ["DOUBT_S", "Lease"]
 
-_SURE_SHARE: Final = 0.9
-"""Of its time to live, how long a lease is surely ours after it was sent: whoever waits longer may have lost it."""
+DOUBT_S: Final = 60.0
+"""How long a lease may go without being renewed. A broker that is away is away for all: nobody can have taken it."""
 
 
 class Lease:
-    """Ours from `claim` until it is released or lost. What is lost never comes back: its slot may be another's.
+    """Ours from `claim` until it is released or lost, and what is lost never comes back.
 
-    Times are monotonic. The broker counts from when it stores a write, which is after we sent it.
+    It is lost when another has it, or when no renewal came through for a minute. One that expired meanwhile is taken
+    again at the first that does, if nobody else was faster.
     """
 
     def __init__(
@@ -45,8 +46,8 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether it is surely ours; once it is not, it never will be."""
-        self._is_ours = self._is_ours and self._clock() - self._sent_at < _SURE_SHARE * self._ttl_s
+        """Whether it is ours, as far as we know; once it is not, it never will be."""
+        self._is_ours = self._is_ours and self._clock() - self._sent_at < DOUBT_S
         return self._is_ours
 
     async def claim(self, slot: Slot) -> bool:

@@ -1,8 +1,9 @@
 """Where a replica fits, and which host takes it: pure."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from headrace.schemas.instances import Device, GroupName, HostBeat, Slot, SlotName
+from headrace.schemas.instances import Device, HostBeat, Slot, SlotName
 from headrace.schemas.replicas import ReplicaGroup
 
 __all__ = ["choose_device", "need_text", "rank"]
@@ -29,28 +30,24 @@ def choose_device(group: ReplicaGroup, devices: Iterable[Device]) -> tuple[str, 
 
 
 def rank(
-    group_name: GroupName,
     group: ReplicaGroup,
     *,
     host: str,
     devices: Sequence[Device],
     hosts: Mapping[str, HostBeat],
     slots: Mapping[SlotName, Slot],
-) -> int | None:
-    """How many hosts should take a replica before this one; None where it has no room itself.
+) -> int:
+    """How many hosts should take a replica before this one, which has room for it; `slots` are the group's.
 
     The host with the fewest replicas of the group comes first, so that its death costs the model as few as possible;
-    of equal ones the host with the most memory left afterwards, by its last beat. Who was wrong about another only
-    waited in vain.
+    of equal ones the host with the most memory left, by its last beat. Who was wrong about another only waited in vain.
     """
-    if choose_device(group, devices) is None:
-        return None
-    own = _order(group_name, group, host, devices, slots)
-    others = [beat for beat in hosts.values() if beat.host != host and not beat.is_draining]
+    num_on = Counter(slot.host for slot in slots.values())
+    own = _order(group, host, devices, num_on)
     return sum(
-        choose_device(group, beat.devices) is not None
-        and _order(group_name, group, beat.host, beat.devices, slots) < own
-        for beat in others
+        _order(group, beat.host, beat.devices, num_on) < own
+        for beat in hosts.values()
+        if beat.host != host and not beat.is_draining and choose_device(group, beat.devices) is not None
     )
 
 
@@ -60,12 +57,9 @@ def need_text(group: ReplicaGroup) -> str:
     return f"a {kind} of its own" if group.memory_mib is None else f"{group.memory_mib} MiB of a {kind}"
 
 
-def _order(
-    group_name: GroupName, group: ReplicaGroup, host: str, devices: Sequence[Device], slots: Mapping[SlotName, Slot]
-) -> tuple[int, int, str]:
-    num_here = sum(name.group == group_name and slot.host == host for name, slot in slots.items())
+def _order(group: ReplicaGroup, host: str, devices: Iterable[Device], num_on: Counter[str]) -> tuple[int, int, str]:
     left = sum(device.total_bytes - device.promised_bytes for device in devices if device.kind == group.uses)
-    return num_here, -left, host
+    return num_on[host], -left, host
 
 
 def _need_bytes(group: ReplicaGroup, device: Device) -> int | None:

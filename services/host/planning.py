@@ -24,8 +24,8 @@ MAX_FAILURES = 3
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
     """A slot that this host has or had, with the memory it was promised here.
 
-    `is_leased`: the lease is surely ours still. `has_child`: a process of it runs. `may_start`: the pause after its
-    last end is over. `group` is how its workers are started, whatever is configured now.
+    `is_leased`: the lease is ours, as far as we know. `has_child`: a process of it runs. `may_start`: the pause after
+    its last end is over. `group` is how its workers are started, whatever is configured now.
     """
 
     group: ReplicaGroup
@@ -118,20 +118,28 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def plan(sight: Sight) -> Plan:
     """The next actions, one for each holding and one claim for each group at most."""
-    seen = {name: slot for name, slot in sight.slots.items() if name not in sight.holdings}
-    own = {
-        name: Slot(host=sight.host, epoch="", state=holding.state)
-        for name, holding in sight.holdings.items()
-        if holding.is_leased
-    }
-    slots = seen | own
+    slots = _by_group(sight)
     actions = [
         action
         for name, holding in sorted(sight.holdings.items())
-        if (action := _next_of(sight, slots, name, holding)) is not None
+        if (action := _next_of(sight, slots.get(name.group, {}), name, holding)) is not None
     ]
-    claims, waiting, reason = _claims(sight, slots) if sight.may_claim else ([], {}, "")
+    if not sight.may_claim:
+        return Plan(actions=tuple(actions))
+    claims, waiting, reason = _claims(sight, slots)
     return Plan(actions=(*actions, *claims), waiting=waiting, reason=reason)
+
+
+def _by_group(sight: Sight) -> dict[GroupName, dict[SlotName, Slot]]:
+    """Leases of all hosts, ours as they are and not as they were read."""
+    slots: dict[GroupName, dict[SlotName, Slot]] = {}
+    for name, slot in sight.slots.items():
+        if name not in sight.holdings:
+            slots.setdefault(name.group, {})[name] = slot
+    for name, holding in sight.holdings.items():
+        if holding.is_leased:
+            slots.setdefault(name.group, {})[name] = Slot(host=sight.host, epoch="", state=holding.state)
+    return slots
 
 
 def _next_of(sight: Sight, slots: Mapping[SlotName, Slot], name: SlotName, holding: Holding) -> Action | None:
@@ -151,7 +159,7 @@ def _next_of(sight: Sight, slots: Mapping[SlotName, Slot], name: SlotName, holdi
 def _why_not(sight: Sight, slots: Mapping[SlotName, Slot], name: SlotName, holding: Holding) -> str:
     """Why a slot is to be held no longer; empty where it stays."""
     if not holding.is_leased:
-        return "its lease could not be renewed in time"
+        return "its lease is lost"
     group = sight.groups.get(name.group)
     if group is None:
         return "it is configured no more"
@@ -161,7 +169,7 @@ def _why_not(sight: Sight, slots: Mapping[SlotName, Slot], name: SlotName, holdi
         if name.index >= wanted:
             return f"{wanted} are wanted"
         return "its generation does not come up" if has_failed and holding.state != "Ready" else ""
-    ready = _ready(name.group, group, wanted, slots)
+    ready = _ready(group, wanted, slots)
     num_before = ready.index(name) if name in ready else len(ready)
     if num_before >= wanted:
         return f"{num_before} others are ready, {wanted} are wanted"
@@ -173,19 +181,19 @@ def _is_current(sight: Sight, name: SlotName) -> bool:
     return group is not None and group.generation == name.generation
 
 
-def _ready(group_name: GroupName, group: ReplicaGroup, wanted: int, slots: Mapping[SlotName, Slot]) -> list[SlotName]:
+def _ready(group: ReplicaGroup, wanted: int, slots: Mapping[SlotName, Slot]) -> list[SlotName]:
     """Ready replicas of a group, those that stay first: of the wanted generation, then by name."""
     ready = [
         name
         for name, slot in slots.items()
-        if name.group == group_name
-        and slot.state == "Ready"
-        and (name.generation != group.generation or name.index < wanted)
+        if slot.state == "Ready" and (name.generation != group.generation or name.index < wanted)
     ]
     return sorted(ready, key=lambda name: (name.generation != group.generation, name))
 
 
-def _claims(sight: Sight, slots: Mapping[SlotName, Slot]) -> tuple[list[Claim], Mapping[SlotName, float], str]:
+def _claims(
+    sight: Sight, slots: Mapping[GroupName, Mapping[SlotName, Slot]]
+) -> tuple[list[Claim], Mapping[SlotName, float], str]:
     """Claims to make, one a group; the free slots that wait for their turn; why one of them has no host."""
     promised = {device.name: 0 for device in sight.devices}
     for holding in sight.holdings.values():
@@ -200,13 +208,11 @@ def _claims(sight: Sight, slots: Mapping[SlotName, Slot]) -> tuple[list[Claim], 
             for device in sight.devices
             if (name.group, name.generation, device.name) not in sight.avoided
         ]
-        turn = rank(name.group, group, host=sight.host, devices=devices, hosts=sight.hosts, slots=slots)
         place = choose_device(group, devices)
-        if turn is None or place is None:
-            others = [beat for beat in sight.hosts.values() if beat.host != sight.host and not beat.is_draining]
-            if not any(choose_device(group, beat.devices) for beat in others):
-                reason = reason or _no_room(name, group)
+        if place is None:
+            reason = reason or _no_room(sight, name, group)
             continue
+        turn = rank(group, host=sight.host, devices=devices, hosts=sight.hosts, slots=slots.get(name.group, {}))
         if sight.now - waiting[name] >= turn * sight.beat_s:
             device, need_bytes = place
             claims.append(Claim(name, group, device, need_bytes))
@@ -214,7 +220,9 @@ def _claims(sight: Sight, slots: Mapping[SlotName, Slot]) -> tuple[list[Claim], 
     return claims, waiting, reason
 
 
-def _free_slots(sight: Sight, slots: Mapping[SlotName, Slot]) -> Iterator[tuple[SlotName, ReplicaGroup]]:
+def _free_slots(
+    sight: Sight, slots: Mapping[GroupName, Mapping[SlotName, Slot]]
+) -> Iterator[tuple[SlotName, ReplicaGroup]]:
     """The slot of each group that is to be taken next, if any.
 
     So many are under way at once as capacity is missing, and one where none is: a new generation comes one by one,
@@ -223,14 +231,15 @@ def _free_slots(sight: Sight, slots: Mapping[SlotName, Slot]) -> Iterator[tuple[
     for group_name, group in sorted(sight.groups.items()):
         if (group_name, group.generation) in sight.failed:
             continue
+        of_group = slots.get(group_name, {})
         wanted = wanted_replicas(group, sight.scales.get(group_name))
         current = {
             name.index: slot
-            for name, slot in slots.items()
-            if name.group == group_name and name.generation == group.generation and name.index < wanted
+            for name, slot in of_group.items()
+            if name.generation == group.generation and name.index < wanted
         }
         num_under_way = sum(slot.state not in ("Ready", "Draining") for slot in current.values())
-        num_missing = wanted - len(_ready(group_name, group, wanted, slots))
+        num_missing = wanted - len(_ready(group, wanted, of_group))
         free = next((index for index in range(wanted) if index not in current), None)
         if free is None or num_under_way >= max(1, num_missing):
             continue
@@ -239,5 +248,9 @@ def _free_slots(sight: Sight, slots: Mapping[SlotName, Slot]) -> Iterator[tuple[
             yield slot, group
 
 
-def _no_room(name: SlotName, group: ReplicaGroup) -> str:
+def _no_room(sight: Sight, name: SlotName, group: ReplicaGroup) -> str:
+    """Why nobody takes a slot that does not fit here; empty where it fits another host."""
+    others = [beat for beat in sight.hosts.values() if beat.host != sight.host and not beat.is_draining]
+    if any(choose_device(group, beat.devices) is not None for beat in others):
+        return ""
     return f"no host has room for replica {name.index} of {name.group.model} ({name.group.pool}): {need_text(group)}"

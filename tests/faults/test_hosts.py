@@ -1,4 +1,4 @@
-"""Host agents as processes: one is killed, or cut off; a new generation comes under load; numbers change."""
+"""Host agents: one is killed; a new generation comes under load; the broker goes away."""
 
 import asyncio
 import contextlib
@@ -8,21 +8,23 @@ from pathlib import Path
 
 import pytest_asyncio
 
-import headrace.bus.provision
 import headrace.client
-from headrace.bus.connection import Bus
+from headrace.bus.connection import Bus, connect
 from headrace.bus.heartbeats import WorkersView
-from headrace.bus.instances import InstancesBucket, InstancesView
+from headrace.bus.instances import InstancesView
+from headrace.bus.provision import ensure_provisioned
 from headrace.bus.server import BrokerInfo
 from headrace.client import Client
 from headrace.lifecycle import ChildProcess, wait_first
 from headrace.settings import Settings
-from tests.deployment import until
-from tests.faults.link import Link
-from tests.hosts import GRACE, configure, ready, sim_group, until_slots
+from tests.fake_workers import Ground as Workers
+from tests.fake_workers import gpu_group
+from tests.faults.broker import RestartableBroker
+from tests.hosts import GRACE, configure, ready, sim_group, until_renewed, until_slots
 from tests.processes import part, serving
 
 MODEL = "sim-model"
+LEASE_S = 2.0
 
 
 class Ground:
@@ -44,27 +46,6 @@ class Ground:
             url=url or self._broker.url, prefix=self._prefix, state_dir=self._state_dir, **GRACE,
         )  # fmt: skip
 
-    async def until_renewed(self, name: str, times: int) -> None:
-        """Wait until an agent beat so often: it has had time to do what it would do."""
-        revisions: set[int] = set()
-
-        async def has_beaten() -> bool:
-            revision, beat = await InstancesBucket(self.bus).host(name)
-            revisions.update({revision} if beat is not None else ())
-            return len(revisions) > times
-
-        await until(has_beaten)
-
-    async def until_exactly(self, wanted: int) -> None:
-        """Wait until the first so many slots are ready, and nobody has others."""
-        await until_slots(
-            self.view,
-            lambda view: (
-                len(ready(view)) == len(view.slots) == wanted
-                and sorted(name.index for name in view.slots) == list(range(wanted))
-            ),
-        )
-
     def beating(self) -> set[str]:
         """Workers that can serve, by their heartbeats."""
         return {worker for worker, beat in self.workers.beats.items() if beat.state in ("Ready", "Busy")}
@@ -80,7 +61,7 @@ async def ground(broker: BrokerInfo, prefix: str, tmp_path: Path) -> AsyncIterat
         started("serve", "monitor"),
         headrace.client.connect(broker.url, settings=Settings(prefix=prefix)) as client,
     ):
-        await headrace.bus.provision.ensure_provisioned(client.bus)
+        await ensure_provisioned(client.bus)
         made = Ground(broker, prefix, tmp_path, client)
         async with made.view.running(), made.workers.running():
             yield made
@@ -99,7 +80,7 @@ async def test_replicas_of_a_killed_agent_move_and_when_it_returns_there_are_not
         await until_slots(ground.view, lambda view: [slot.host for slot in ready(view)] == ["second"] * 2)
         await until_slots(ground.view, lambda view: len(ground.beating()) == 2 and not ground.beating() & before)
         await stack.enter_async_context(ground.host("first"))
-        await ground.until_renewed("first", 3)
+        await until_renewed(ground.bus, "first", 3)
         assert [slot.host for slot in ready(ground.view)] == ["second"] * 2
         assert len(ground.beating()) == 2
 
@@ -156,23 +137,25 @@ async def test_an_update_under_load_loses_nothing_and_one_that_does_not_start_st
     assert failed.failures == 3
 
 
-async def test_numbers_change_with_the_configuration_down_to_zero(ground: Ground) -> None:
-    async with ground.host("only"):
-        for wanted in (1, 3, 2, 0):
-            await configure(ground.bus, MODEL, sim_group(wanted))
-            await ground.until_exactly(wanted)
-
-
-async def test_an_agent_that_is_cut_off_drains_what_others_take(ground: Ground, broker: BrokerInfo) -> None:
-    await configure(ground.bus, MODEL, sim_group(1))
-    async with Link(broker.url) as link, ground.host("first", url=link.url):
-        await until_slots(ground.view, lambda view: len(ready(view)) == 1)
-        (lost,) = ground.beating()
-        async with ground.host("second"):
-            await until_slots(ground.view, lambda view: len(view.hosts) == 2)
-            link.freeze()
-            await until_slots(ground.view, lambda view: [slot.host for slot in ready(view)] == ["second"])
-            link.thaw()
-            await until_slots(ground.view, lambda view: len(view.hosts) == 2)
-            await until_slots(ground.view, lambda view: len(ground.beating()) == 1 and lost not in ground.beating())
-            assert [slot.host for slot in ready(ground.view)] == ["second"]
+async def test_a_broker_that_is_away_for_longer_than_leases_live_takes_no_worker_down(
+    prefix: str, tmp_path: Path
+) -> None:
+    settings = Settings(prefix=prefix, worker_ttl_s=1, heartbeat_s=0.25, request_timeout_s=1)
+    async with (
+        RestartableBroker(tmp_path) as broker,
+        connect(broker.info.url, settings, name="test") as bus,
+    ):
+        await ensure_provisioned(bus)
+        await configure(bus, MODEL, gpu_group(4))
+        async with Workers(bus).running() as workers:
+            await workers.agent("first", 4)
+            await workers.agent("second", 4)
+            await until_slots(workers.view, lambda view: len(ready(view)) == 4)
+            before = workers.running_children()
+            slots = dict(workers.view.slots)
+            await broker.end(signal.SIGKILL)
+            await asyncio.sleep(2 * LEASE_S)
+            await broker.start()
+            await asyncio.gather(*(until_renewed(bus, host, 6) for host in ("first", "second")))
+            await until_slots(workers.view, lambda view: view.slots == slots)
+            assert workers.running_children() == workers.children == before

@@ -1,130 +1,32 @@
 """Agents in this process over the real broker, with workers that only beat."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from types import TracebackType
-from typing import Self
+from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
 import pytest_asyncio
 
-from headrace.bus.connection import Bus, Stored, connect
+from headrace.bus.connection import Bus, Stored
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.bus.instances import InstancesBucket, InstancesView
 from headrace.errors import ConfigError
-from headrace.host import HostOptions, run_host
-from headrace.host.launching import Order
+from headrace.host import lease
 from headrace.lifecycle import wait_first
-from headrace.schemas.instances import Device, GroupName, Slot, SlotName
-from headrace.schemas.replicas import ReplicaGroup
-from headrace.schemas.workers import Heartbeat, WorkerState
+from headrace.schemas.instances import FailedGeneration, GroupName, Slot, SlotName
+from headrace.schemas.workers import Heartbeat
+from tests.fake_workers import Ground, gpu_group
+from tests.faults.link import Link
 from tests.hosts import configure, ready, until_slots
 
 MODEL = "m"
 GROUP = GroupName(MODEL, "default")
-GIB = 1 << 30
-
-
-class FakeChild:
-    """Beats while it runs. It says `state`, with a reason; `end` ends it by itself."""
-
-    def __init__(self, bus: Bus, order: Order, state: WorkerState, reason: str) -> None:
-        self.order = order
-        self.is_running = False
-        self._bus = bus
-        self._beat = Heartbeat(worker=order.worker, epoch="e", state=state, reason=reason, model=order.model)
-        self._revision = 0
-        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-    async def __aenter__(self) -> Self:
-        self.is_running = True
-        stored = await WorkersBucket(self._bus).put(self._beat, expected_revision=0, ttl_s=600)
-        assert isinstance(stored, Stored)
-        self._revision = stored.sequence
-        return self
-
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await WorkersBucket(self._bus).remove(self.order.worker, expected_revision=self._revision)
-        self.is_running = False
-
-    async def wait(self) -> int:
-        return await asyncio.shield(self._ended)
-
-    def tail(self) -> str:
-        return "starting\nheadrace: engine sim: it is out of luck\n"
-
-    def end(self, code: int) -> None:
-        if not self._ended.done():
-            self._ended.set_result(code)
-
-
-class RunningAgent:
-    """One agent; `stop` lets it leave."""
-
-    def __init__(self, task: asyncio.Task[None], stopping: asyncio.Event) -> None:
-        self.task = task
-        self._stopping = stopping
-
-    async def stop(self) -> None:
-        self._stopping.set()
-        await self.task
-
-
-class Ground:
-    """Starts agents, each with a connection of its own. `state_of` says how workers of a group do."""
-
-    def __init__(self, url: str, bus: Bus) -> None:
-        self.bus = bus
-        self.view = InstancesView(bus)
-        self.children: list[FakeChild] = []
-        self.state_of: Callable[[ReplicaGroup], tuple[WorkerState, str]] = lambda group: ("Ready", "")
-        self._url = url
-        self._agents: list[RunningAgent] = []
-
-    async def agent(self, host: str, *gibs: int) -> RunningAgent:
-        """Start one with GPUs of so many GiB."""
-        devices = tuple(
-            Device(name=f"GPU-{host}-{number}", kind="gpu", total_bytes=gib * GIB) for number, gib in enumerate(gibs)
-        )
-        stopping = asyncio.Event()
-
-        async def run() -> None:
-            async with connect(self._url, self.bus.settings, name=host) as bus:
-                await run_host(bus, HostOptions(host=host, devices=devices), self._launch, stop=stopping)
-
-        agent = RunningAgent(asyncio.create_task(run()), stopping)
-        self._agents.append(agent)
-        return agent
-
-    def running(self) -> list[FakeChild]:
-        return [child for child in self.children if child.is_running]
-
-    def _launch(self, order: Order) -> FakeChild:
-        child = FakeChild(self.bus, order, *self.state_of(order.group))
-        self.children.append(child)
-        return child
-
-    async def stop(self) -> None:
-        for agent in self._agents:
-            if not agent.task.done():
-                await agent.stop()
 
 
 @pytest_asyncio.fixture
 async def ground(bus: Bus) -> AsyncIterator[Ground]:
-    made = Ground(bus.url, bus)
-    async with made.view.running():
-        try:
-            yield made
-        finally:
-            await made.stop()
-
-
-def gpu_group(replicas: int, memory_mib: int | None = 1024, restarts: int = 0) -> ReplicaGroup:
-    return ReplicaGroup(engine="sim", replicas=replicas, memory_mib=memory_mib, restarts=restarts)
+    async with Ground(bus).running() as made:
+        yield made
 
 
 async def test_agents_share_replicas_out_and_take_those_of_one_that_leaves(ground: Ground) -> None:
@@ -134,13 +36,13 @@ async def test_agents_share_replicas_out_and_take_those_of_one_that_leaves(groun
     await until_slots(ground.view, lambda view: len(view.hosts) == 3)
     await configure(ground.bus, MODEL, gpu_group(6))
     await until_slots(ground.view, lambda view: len(ready(view)) == 6)
-    assert {child.order.device for child in ground.running()} == {"GPU-a-0", "GPU-b-0", "GPU-c-0"}
-    assert len({child.order.worker for child in ground.running()}) == 6
+    assert {child.order.device for child in ground.running_children()} == {"GPU-a-0", "GPU-b-0", "GPU-c-0"}
+    assert len({child.order.worker for child in ground.running_children()}) == 6
     assert [slot.device for slot in ready(ground.view) if slot.host == "a"].count("GPU-a-0") == sum(
-        child.order.device == "GPU-a-0" for child in ground.running()
+        child.order.device == "GPU-a-0" for child in ground.running_children()
     )
     await first.stop()
-    assert {child.order.device for child in ground.running()} <= {"GPU-b-0", "GPU-c-0"}
+    assert {child.order.device for child in ground.running_children()} <= {"GPU-b-0", "GPU-c-0"}
     await until_slots(ground.view, lambda view: len(ready(view)) == 6 and set(view.hosts) == {"b", "c"})
     assert {slot.host for slot in ready(ground.view)} == {"b", "c"}
 
@@ -184,7 +86,7 @@ async def test_a_worker_that_ends_is_started_again_and_its_last_words_are_told(g
     await configure(ground.bus, MODEL, gpu_group(1))
     await ground.agent("a", 4)
     await until_slots(ground.view, lambda view: len(ready(view)) == 1)
-    (child,) = ground.running()
+    (child,) = ground.running_children()
     seen: list[Slot] = []
     child.end(1)
 
@@ -203,13 +105,13 @@ async def test_a_lease_that_another_has_is_not_ours_and_one_that_nobody_has_is_w
     await until_slots(ground.view, lambda view: len(ready(view)) == 1)
     ((name, mine),) = ground.view.slots.items()
     bucket = InstancesBucket(ground.bus)
-    (child,) = ground.running()
+    (child,) = ground.running_children()
     await _overwrite(bucket, name, None)
     await until_slots(ground.view, lambda view: view.slots.get(name) == mine)
     assert child.is_running
     theirs = Slot(host="z", epoch="other", state="Ready")
     await _overwrite(bucket, name, theirs)
-    await until_slots(ground.view, lambda view: not ground.running())
+    await until_slots(ground.view, lambda view: not ground.running_children())
     await agent.stop()
     _, known = await bucket.slot(name)
     assert known == theirs
@@ -232,7 +134,7 @@ async def test_a_device_of_its_own_goes_to_one_worker_alone(ground: Ground) -> N
     await ground.agent("a", 4, 4)
     await until_slots(ground.view, lambda view: len(ready(view)) == 2)
     await until_slots(ground.view, lambda view: "no host has room for replica 2" in view.hosts["a"].reason)
-    assert sorted(child.order.device for child in ground.running()) == ["GPU-a-0", "GPU-a-1"]
+    assert sorted(child.order.device for child in ground.running_children()) == ["GPU-a-0", "GPU-a-1"]
 
 
 async def test_workers_of_an_earlier_run_that_still_drain_are_waited_for(ground: Ground) -> None:
@@ -249,3 +151,67 @@ async def test_workers_of_an_earlier_run_that_still_drain_are_waited_for(ground:
     assert ground.view.slots == {}
     await WorkersBucket(ground.bus).remove("a-0badcafe-1", expected_revision=stored.sequence)
     await until_slots(ground.view, lambda view: len(ready(view)) == 1)
+
+
+async def test_numbers_change_with_the_configuration_down_to_zero(ground: Ground) -> None:
+    await ground.agent("a", 4)
+    await ground.agent("b", 4)
+    for wanted in (1, 5, 2, 0):
+        await configure(ground.bus, MODEL, gpu_group(wanted))
+
+        def is_so(view: InstancesView, wanted: int = wanted) -> bool:
+            indexes = sorted(name.index for name in view.slots)
+            return len(ready(view)) == wanted and indexes == list(range(wanted))
+
+        await until_slots(ground.view, is_so)
+
+
+async def test_an_agent_that_was_cut_off_keeps_what_nobody_took_and_drains_what_another_has(ground: Ground) -> None:
+    await configure(ground.bus, MODEL, gpu_group(1))
+    async with Link(ground.bus.url) as link:
+        cut_off = await ground.agent("a", 4, url=link.url)
+        await until_slots(ground.view, lambda view: len(ready(view)) == 1)
+        (first,) = ground.running_children()
+        link.freeze()
+        await until_slots(ground.view, lambda view: not view.slots)
+        link.thaw()
+        await until_slots(ground.view, lambda view: len(ready(view)) == 1)
+        assert ground.running_children() == [first]
+        link.freeze()
+        await until_slots(ground.view, lambda view: not view.slots)
+        await ground.agent("b", 4)
+        await until_slots(ground.view, lambda view: [slot.host for slot in ready(view)] == ["b"])
+        link.thaw()
+        await until_slots(ground.view, lambda view: first not in ground.running_children() and "a" in view.hosts)
+        assert [slot.host for slot in ready(ground.view)] == ["b"]
+        await cut_off.stop()
+
+
+async def test_an_agent_that_stays_cut_off_drains(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "DOUBT_S", 5.0)
+    await configure(ground.bus, MODEL, gpu_group(1))
+    async with Link(ground.bus.url) as link:
+        agent = await ground.agent("a", 4, url=link.url)
+        await until_slots(ground.view, lambda view: len(ready(view)) == 1)
+        link.freeze()
+        await until_slots(ground.view, lambda view: not view.slots and not ground.running_children())
+        link.thaw()
+        await until_slots(ground.view, lambda view: len(ready(view)) == 1)
+        await agent.stop()
+
+
+async def test_a_generation_that_failed_may_come_again_once_another_was_configured(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.host.agent._FORGET_S", 0.5)
+    bad = gpu_group(1, restarts=1)
+    failed = FailedGeneration(reason="no luck", failures=3)
+    await InstancesBucket(ground.bus).mark_failed(GROUP, bad.generation, failed)
+    await configure(ground.bus, MODEL, bad)
+    await ground.agent("a", 4)
+    await until_slots(ground.view, lambda view: "a" in view.hosts)
+    assert ground.view.slots == {}
+    await configure(ground.bus, MODEL, gpu_group(1))
+    await until_slots(ground.view, lambda view: len(ready(view)) == 1 and not view.failed)
+    await configure(ground.bus, MODEL, bad)
+    await until_slots(ground.view, lambda view: set(view.slots) == {SlotName(GROUP, bad.generation, 0)})
