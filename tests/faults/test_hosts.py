@@ -39,11 +39,11 @@ class Ground:
         self.view = InstancesView(client.bus)
         self.workers = WorkersView(client.bus)
 
-    def host(self, name: str, *, url: str | None = None) -> ChildProcess:
+    def host(self, name: str, **variables: str) -> ChildProcess:
         """An agent that lends 4 GiB."""
         return part(
             "serve", "host", "--host-id", name, "--memory", "4GiB",
-            url=url or self._broker.url, prefix=self._prefix, state_dir=self._state_dir, **GRACE,
+            url=self._broker.url, prefix=self._prefix, state_dir=self._state_dir, **GRACE, **variables,
         )  # fmt: skip
 
     def beating(self) -> set[str]:
@@ -105,7 +105,8 @@ async def test_an_update_under_load_loses_nothing_and_one_that_does_not_start_st
             fewest = min(fewest, len(ground.beating()))
             await wait_first(stop, ground.workers.changed, timeout_s=1.0)
 
-    async with ground.host("first"), ground.host("second"):
+    patient = {"HEADRACE_WORKER_TTL_S": "10"}  # nobody dies here, however busy the machine is
+    async with ground.host("first", **patient), ground.host("second", **patient):
         await until_slots(ground.view, lambda view: len(ready(view)) == 2)
         await until_slots(ground.view, lambda view: len(ground.beating()) == 2)
         await serving(ground.client, MODEL)

@@ -341,3 +341,45 @@ def test_what_uses_a_gpu_is_not_placed_in_the_hosts_memory(uses: str) -> None:
     world.groups[SMALL] = group(500, 1, uses=uses)
     world.settle()
     assert world.ready(SMALL) == (1 if uses == "host" else 0)
+
+
+def test_who_is_not_first_waits_a_beat_for_each_that_is() -> None:
+    world = World(fleet([[1000], [4000], [2000]]))
+    world.groups[SMALL] = group(500, 1)
+    least, most, middle = world.hosts.values()
+    for _ in range(2):
+        for host in (least, middle):
+            world.look(host)
+            assert world.act(host).actions == ()
+    world.now += BEAT_S
+    assert world.act(least).actions == ()
+    assert [type(action) for action in world.act(middle).actions] == [Claim]
+    assert world.act(most).actions != (), "it is first, as far as it sees"
+    assert [slot.host for slot in world.slots.values()] == [middle.name]
+
+
+def test_while_an_update_is_stopped_old_workers_are_started_again_and_ready_ones_stay() -> None:
+    world = World(fleet([[1000], [1000]]))
+    world.groups[SMALL] = old = group(500, 2)
+    world.settle()
+    world.groups[SMALL] = new = group(500, 2, restarts=1)
+    world.broken.add(new.generation)
+    world.settle()
+    assert world.failed == {(SMALL, new.generation)}
+    (host, *_) = world.hosts.values()
+    (name, replica), *_ = host.replicas.items()
+    replica.set(state="Failed", has_child=False, failures=5)
+    world.look(host)
+    assert world.act(host).actions == (Start(name),)
+    world.settle()
+    assert world.ready(SMALL) == 2
+    assert {each.generation for each in world.slots} == {old.generation}
+
+
+def test_a_worker_that_came_up_stays_though_its_generation_was_given_up() -> None:
+    world = World(fleet([[1000]]))
+    world.groups[SMALL] = wanted = group(500, 1)
+    world.settle()
+    world.failed.add((SMALL, wanted.generation))
+    world.settle()
+    assert world.ready(SMALL) == 1
