@@ -21,6 +21,7 @@ __all__ = [
     "HTTP_REQUESTS",
     "INTER_TOKEN_S",
     "QUEUE_WAIT_S",
+    "REPLICA_FAILURES",
     "REQUESTS_ACCEPTED",
     "REQUESTS_REFUSED",
     "TOKENS",
@@ -141,12 +142,15 @@ FAILOVER_S: Final = _Histogram(
     "From the decision that a worker is dead to the hand-over of the last request it held.",
     bounds=_SHORT_S,
 )
+REPLICA_FAILURES: Final = _Counter(
+    "headrace_replica_failures", "Workers of host agents that ended, or did not come up, unasked.", ("model",)
+)
 HTTP_REQUESTS: Final = _Counter("headrace_http_requests", "HTTP answers begun.", ("status",))
 HTTP_OPEN: Final = _Open("headrace_http_open_requests", "HTTP requests being answered.")
 
 _ALL: Final = (
     REQUESTS_ACCEPTED, REQUESTS_REFUSED, QUEUE_WAIT_S, TTFT_S, INTER_TOKEN_S, TOKENS, ATTEMPTS, EVICTIONS, HANDED_OVER,
-    FAILOVER_S, HTTP_REQUESTS, HTTP_OPEN,
+    FAILOVER_S, REPLICA_FAILURES, HTTP_REQUESTS, HTTP_OPEN,
 )  # fmt: skip
 
 

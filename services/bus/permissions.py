@@ -285,8 +285,8 @@ def _buckets(names: Names) -> tuple[str, ...]:
         names.workers_bucket,
         names.config_bucket,
         names.usage_bucket,
-        names.batches_bucket,
         names.instances_bucket,
+        names.batches_bucket,
     )
 
 

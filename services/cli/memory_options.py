@@ -49,7 +49,7 @@ def memory_options(function: _F) -> Callable[..., Any]:
 
 
 def parse_size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
-    """Bytes of a size such as `8GiB`; a callback for click."""
+    """Bytes of a size such as 4GiB; a callback for click."""
     found = _SIZE.fullmatch(text) if text is not None else None
     if text is not None and found is None:
         raise click.BadParameter(f"{text[:60]!r}: expected a number of {', '.join(_UNITS)}", ctx=ctx, param=param)

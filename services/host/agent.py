@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -86,6 +87,7 @@ class Agent:
         self._num_started = 0
         self._beat_revision = 0
         self._is_draining = False
+        self._is_waiting = False
         self._reason = ""
         self._was_away_at = -math.inf
         self._changed = asyncio.Event()
@@ -272,10 +274,14 @@ class Agent:
 
     def _has_predecessors(self) -> bool:
         """Whether workers of an earlier run of this agent still drain here: their memory is not known, but taken."""
-        parts = (worker.rsplit("-", 2) for worker in self._workers.beats)
-        return any(
-            len(part) == 3 and part[0] == self._host[:_MAX_HOST_CHARS] and part[1] != self._epoch for part in parts
-        )
+        mine = f"{self._host[:_MAX_HOST_CHARS]}-{self._epoch}"
+        ours = re.compile(rf"({re.escape(self._host[:_MAX_HOST_CHARS])}-[0-9a-f]{{8}})-[0-9]+")
+        found = [worker for worker in self._workers.beats if (match := ours.fullmatch(worker)) and match[1] != mine]
+        if bool(found) != self._is_waiting:
+            self._is_waiting = bool(found)
+            if found:
+                log.warning("taking nothing while workers of an earlier run drain here: %s", ", ".join(sorted(found)))
+        return bool(found)
 
     async def _do(self, action: Action, group: asyncio.TaskGroup) -> None:
         if isinstance(action, Claim):
@@ -311,7 +317,13 @@ class Agent:
     async def _claim(self, claim: Claim) -> None:
         lease = Lease(self._bucket, claim.slot, ttl_s=self._ttl_s, timeout_s=self._beat_s)
         replica = Replica(
-            claim, lease, host=self._host, epoch=self._epoch, launch=self._launch, changed=self._note_change
+            claim,
+            lease,
+            host=self._host,
+            epoch=self._epoch,
+            launch=self._launch,
+            changed=self._note_change,
+            is_online=lambda: self._instances.is_fresh,
         )
         if await lease.claim(replica.as_slot()):
             log.info("took %s, on %s", claim.slot.key, claim.device)

@@ -1,11 +1,12 @@
 """What this machine lends to workers: each GPU, and a budget of its own memory."""
 
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from headrace.errors import EngineStartError
-from headrace.hardware.gpu import Gpu, list_gpus
+from headrace.hardware.gpu import Gpu, list_gpus, visible_gpus
 from headrace.hardware.memory import Memory, read_host_memory
 from headrace.schemas.instances import Device
 
@@ -25,15 +26,20 @@ def find_devices(
     memory_bytes: int | None,
     *,
     gpus: Callable[[], list[Gpu]] = list_gpus,
+    visible: Callable[[], list[str]] = visible_gpus,
     memory: Callable[[], Memory | None] = read_host_memory,
+    environ: Mapping[str, str] = os.environ,
 ) -> tuple[Device, ...]:
     """The GPUs, MIG instances in place of their card, and the machine's memory: `memory_bytes` of it, or all but a
-    reserve.
+    reserve. Where `CUDA_VISIBLE_DEVICES` is set, only the GPUs that it shows.
 
     A GPU without memory of its own counts with the machine's, of which without `memory_bytes` nothing else is lent:
-    no byte counts twice. No driver is no GPU.
+    no byte counts twice. No driver is no GPU. Raises EngineStartError where it is not certain which GPUs are shown.
     """
     found = _gpus(gpus)
+    if found and "CUDA_VISIBLE_DEVICES" in environ:
+        shown = visible()
+        found = [gpu for gpu in found if gpu.uuid in shown]
     devices = [Device(name=gpu.uuid, kind="gpu", total_bytes=gpu.total_bytes or 0) for gpu in found]
     if memory_bytes is None:
         total = memory()

@@ -9,6 +9,7 @@ from typing import Final
 from headrace.host.launching import Child, Launch, Order
 from headrace.host.lease import Lease
 from headrace.host.planning import Claim, Holding
+from headrace.metrics import REPLICA_FAILURES, model_label
 from headrace.schemas.instances import Slot, SlotName, SlotState
 from headrace.schemas.workers import Heartbeat
 
@@ -26,7 +27,10 @@ _MAX_REASON_CHARS: Final = 500
 
 
 class Replica:
-    """A slot from the claim to the release. `changed` is called at each change that a plan or its lease depends on."""
+    """A slot from the claim to the release. `changed` is called at each change that a plan or its lease depends on.
+
+    While not `is_online`, the broker is away: an end is not the worker's fault, and not counted.
+    """
 
     def __init__(
         self,
@@ -37,6 +41,7 @@ class Replica:
         epoch: str,
         launch: Launch,
         changed: Callable[[], None],
+        is_online: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name: SlotName = claim.slot
@@ -52,6 +57,7 @@ class Replica:
         self._epoch = epoch
         self._launch = launch
         self._changed = changed
+        self._is_online = is_online
         self._clock = clock
         self._stopping = asyncio.Event()
         self._pause_until = 0.0
@@ -177,9 +183,10 @@ class Replica:
     def _note_failure(self, reason: str) -> None:
         if self.state == "Draining":
             return
-        self.failures += 1
-        pause_s = min(_FIRST_PAUSE_S * 2 ** (self.failures - 1), _MAX_PAUSE_S)
+        self.failures += self._is_online()
+        pause_s = min(_FIRST_PAUSE_S * 2 ** max(0, self.failures - 1), _MAX_PAUSE_S)
         self._pause_until = self._clock() + pause_s
+        REPLICA_FAILURES.add(model_label(self.name.group.model))
         log.warning("worker %s failed (%d in a row): %s", self.worker, self.failures, reason)
         self._set("Failed", reason)
 
