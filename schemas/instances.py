@@ -59,6 +59,9 @@ class SlotName(msgspec.Struct, frozen=True, order=True):
     generation: str
     index: int
 
+    def __str__(self) -> str:
+        return f"replica {self.index} of {self.group.model} ({self.group.pool}, {self.generation})"
+
     @property
     def key(self) -> str:
         """Key of the lease."""

@@ -177,7 +177,7 @@ class Agent:
             await asyncio.sleep(_WATCH_SHARE * self._ttl_s)
             for replica in self._replicas.values():
                 if replica.state != "Draining" and not replica.lease.is_held:
-                    log.warning("the lease of %s is lost; draining its worker", replica.name.key)
+                    log.warning("the lease of %s is lost; draining its worker", replica.name)
                     replica.drain()
 
     async def _beat(self) -> None:
@@ -235,7 +235,7 @@ class Agent:
                 try:
                     await self._do(action, group)
                 except BrokerError as error:
-                    log.warning("%s of %s is put off: %s", type(action).__name__, action.slot.key, error)
+                    log.warning("%s of %s is put off: %s", type(action).__name__, action.slot, error)
             with contextlib.suppress(BrokerError):
                 await self._tell_proven()
                 await self._forget_failed()
@@ -292,23 +292,21 @@ class Agent:
             case Start():
                 self._num_started += 1
                 worker = f"{self._host[:_MAX_HOST_CHARS]}-{self._epoch}-{self._num_started}"
-                log.info("starting worker %s for %s on %s", worker, action.slot.key, replica.device)
+                log.info("starting worker %s for %s on %s", worker, action.slot, replica.device)
                 replica.start(worker, group)
             case Drain(why=why):
-                log.info("draining %s: %s", action.slot.key, why)
+                log.info("draining %s: %s", action.slot, why)
                 replica.drain()
             case Release():
-                log.info("releasing %s", action.slot.key)
+                log.info("releasing %s", action.slot)
                 await self._release(replica)
             case GiveUp(why=why):
-                log.warning("%s is left to other hosts for %g s; it fails here: %s", action.slot.key, _COOL_OFF_S, why)
+                log.warning("%s is left to other hosts for %g s; it fails here: %s", action.slot, _COOL_OFF_S, why)
                 key = (action.slot.group, action.slot.generation, replica.device)
                 self._avoided[key] = time.monotonic() + _COOL_OFF_S
                 await self._release(replica)
             case MarkFailed(why=why, failures=failures):
-                log.error(
-                    "no more workers like %s are started, until the configuration changes: %s", action.slot.key, why
-                )
+                log.error("no more workers like %s are started, until the configuration changes: %s", action.slot, why)
                 failed = FailedGeneration(
                     reason=why, failures=failures, host=self._host, failed_at=self._bus.clock.now()
                 )
@@ -326,11 +324,11 @@ class Agent:
             is_online=lambda: self._instances.is_fresh,
         )
         if await lease.claim(replica.as_slot()):
-            log.info("took %s, on %s", claim.slot.key, claim.device)
+            log.info("took %s, on %s", claim.slot, claim.device)
             self._replicas[claim.slot] = replica
             self._note_change()
         else:
-            log.info("%s was taken by another", claim.slot.key)
+            log.info("%s was taken by another", claim.slot)
 
     async def _release(self, replica: Replica) -> None:
         await replica.lease.release()
@@ -371,6 +369,7 @@ class Agent:
         self._is_draining = True
         self._is_due.set()
         replicas = list(self._replicas.values())
+        log.info("leaving; giving %d leases back, draining their workers", len(replicas))
         for replica in replicas:
             replica.drain()
         await asyncio.gather(*(replica.lease.release() for replica in replicas))

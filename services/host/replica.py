@@ -187,7 +187,7 @@ class Replica:
         pause_s = min(_FIRST_PAUSE_S * 2 ** max(0, self.failures - 1), _MAX_PAUSE_S)
         self._pause_until = self._clock() + pause_s
         REPLICA_FAILURES.add(model_label(self.name.group.model))
-        log.warning("worker %s failed (%d in a row): %s", self.worker, self.failures, reason)
+        log.warning("worker %s of %s failed (%d in a row): %s", self.worker, self.name, self.failures, reason)
         self._set("Failed", reason)
 
     def _set(self, state: SlotState, reason: str) -> None:
@@ -195,7 +195,7 @@ class Replica:
         if self.state == "Draining":
             state = "Draining"
         if (state, reason) != (self.state, self.reason):
-            if state != self.state:
-                log.info("replica %s: %s → %s", self.name.key, self.state, state)
+            if state == "Ready" != self.state:
+                log.info("%s is ready: worker %s", self.name, self.worker)
             self.state, self.reason = state, reason
             self._changed()
