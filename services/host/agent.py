@@ -14,15 +14,16 @@ import msgspec
 
 from headrace import __version__
 from headrace.bus.configuration import ConfigView
-from headrace.bus.connection import Bus, Stored, keep_clock
+from headrace.bus.connection import Bus, keep_clock
 from headrace.bus.heartbeats import WorkersView
 from headrace.bus.instances import InstancesBucket, InstancesView
 from headrace.bus.provision import ensure_provisioned
 from headrace.bus.services import answering
-from headrace.errors import BrokerError, BrokerUnavailableError, ConfigError
+from headrace.errors import BrokerError, BrokerUnavailableError
 from headrace.host.launching import Launch
 from headrace.host.lease import Lease
 from headrace.host.planning import Action, Claim, Drain, GiveUp, MarkFailed, Release, Sight, Start, plan
+from headrace.host.presence import Presence
 from headrace.host.replica import Replica
 from headrace.lifecycle import unless_stopped, wait_first
 from headrace.schemas.instances import Device, FailedGeneration, GroupName, HostBeat, SlotName
@@ -85,14 +86,13 @@ class Agent:
         self._avoided: dict[tuple[GroupName, str, str], float] = {}
         self._waiting: dict[SlotName, float] = {}
         self._num_started = 0
-        self._beat_revision = 0
         self._is_draining = False
         self._is_waiting = False
         self._reason = ""
         self._was_away_at = -math.inf
         self._changed = asyncio.Event()
         self._is_due = asyncio.Event()
-        self._ousted = asyncio.Event()
+        self._presence = Presence(self._bucket, self._host, self._beat, ttl_s=self._ttl_s, beat_s=self._beat_s)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Register, run replicas until `stop`, drain, leave."""
@@ -109,7 +109,7 @@ class Agent:
             ),
             asyncio.TaskGroup() as group,
         ):
-            if not await unless_stopped(self._register(), stop):
+            if not await unless_stopped(self._presence.register(), stop):
                 return
             log.info("host %s lends %s", self._host, ", ".join(map(_shown, self._devices)) or "nothing")
             self._bus.on_reconnect.append(self._on_reconnect)
@@ -119,35 +119,14 @@ class Agent:
                     await self._leave()
             finally:
                 self._bus.on_reconnect.remove(self._on_reconnect)
-            if self._bus.is_connected and not self._ousted.is_set():
-                await self._bucket.remove_host(self._host, expected_revision=self._beat_revision)
-        if self._ousted.is_set():
-            raise ConfigError(f"another agent runs as host {self._host}; give each machine a --host-id of its own")
+            if self._bus.is_connected:
+                await self._presence.leave()
+        if self._presence.ousted.is_set():
+            raise self._presence.refusal()
         if self._bus.closed.is_set() and not stop.is_set():
             raise BrokerUnavailableError("the connection to the broker was given up; start the agent again")
 
     # what it says
-
-    async def _register(self) -> None:
-        """Say that the host is there, once no earlier agent's beat is. Raises ConfigError where one goes on beating."""
-        known_revision: int | None = None
-        until = time.monotonic() + 2 * self._ttl_s
-        while True:
-            with contextlib.suppress(BrokerError):
-                revision, known = await self._bucket.host(self._host)
-                if known is None and await self._put_beat(revision):
-                    return
-                if known is not None and known_revision not in (None, revision):
-                    self._ousted.set()
-                    raise ConfigError(
-                        f"another agent runs as host {self._host}; give each machine a --host-id of its own"
-                    )
-                known_revision = revision if known is not None else None
-            if time.monotonic() > until:
-                raise BrokerUnavailableError(
-                    f"host {self._host} cannot be registered: the broker does not take its beat"
-                )
-            await asyncio.sleep(self._beat_s)
 
     @contextlib.asynccontextmanager
     async def _renewing(self, group: asyncio.TaskGroup) -> AsyncIterator[None]:
@@ -166,7 +145,8 @@ class Agent:
         while True:
             replicas = list(self._replicas.values())
             await asyncio.gather(
-                self._beat(), *(each.lease.renew(each.as_slot(), every_s=0.9 * self._beat_s) for each in replicas)
+                self._presence.beat(),
+                *(each.lease.renew(each.as_slot(), every_s=0.9 * self._beat_s) for each in replicas),
             )
             await wait_first(self._is_due, timeout_s=self._beat_s)
             self._is_due.clear()
@@ -180,20 +160,8 @@ class Agent:
                     log.warning("the lease of %s is lost; draining its worker", replica.name)
                     replica.drain()
 
-    async def _beat(self) -> None:
-        if await self._put_beat(self._beat_revision):
-            return
-        try:
-            revision, known = await self._bucket.host(self._host)
-        except BrokerError:
-            return
-        if known is not None and known.epoch != self._epoch:
-            self._ousted.set()
-        elif revision != self._beat_revision:
-            await self._put_beat(revision)
-
-    async def _put_beat(self, expected_revision: int) -> bool:
-        beat = HostBeat(
+    def _beat(self) -> HostBeat:
+        return HostBeat(
             host=self._host,
             epoch=self._epoch,
             devices=self._promised(),
@@ -203,12 +171,6 @@ class Agent:
             reason=self._reason,
             version=__version__,
         )
-        result = await self._bucket.put_host(
-            beat, expected_revision=expected_revision, ttl_s=self._ttl_s, timeout_s=self._beat_s
-        )
-        if isinstance(result, Stored):
-            self._beat_revision = result.sequence
-        return isinstance(result, Stored)
 
     def _promised(self) -> tuple[Device, ...]:
         promised = {device.name: 0 for device in self._devices}
@@ -221,7 +183,7 @@ class Agent:
     async def _follow(self, group: asyncio.TaskGroup, stop: asyncio.Event) -> None:
         """Plan and act at each change, until told to stop or nothing more can be done."""
         events = (self._instances.changed, self._workers.changed, self._config.changed, self._changed)
-        ends = (stop, self._bus.closed, self._ousted)
+        ends = (stop, self._bus.closed, self._presence.ousted)
         while not any(event.is_set() for event in ends):
             for event in events:
                 event.clear()
