@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from headrace.schemas.instances import Device, HostBeat, Slot, SlotName
 from headrace.schemas.replicas import ReplicaGroup
 
-__all__ = ["choose_device", "need_text", "rank"]
+__all__ = ["choose_device", "has_room", "need_text", "rank"]
 
 _MIB = 1 << 20
 
@@ -29,6 +29,16 @@ def choose_device(group: ReplicaGroup, devices: Iterable[Device]) -> tuple[str, 
     return name, need
 
 
+def has_room(group: ReplicaGroup, devices: Iterable[Device]) -> bool:
+    """Whether any of the devices has room for one more worker."""
+    return any(
+        device.kind == group.uses
+        and (need := _need_bytes(group, device)) is not None
+        and device.promised_bytes + need <= device.total_bytes
+        for device in devices
+    )
+
+
 def rank(
     group: ReplicaGroup,
     *,
@@ -45,9 +55,9 @@ def rank(
     num_on = Counter(slot.host for slot in slots.values())
     own = _order(group, host, devices, num_on)
     return sum(
-        _order(group, beat.host, beat.devices, num_on) < own
+        _order(group, beat.host, beat.devices, num_on) < own and has_room(group, beat.devices)
         for beat in hosts.values()
-        if beat.host != host and not beat.is_draining and choose_device(group, beat.devices) is not None
+        if beat.host != host and not beat.is_draining
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Set
 import msgspec
 
 from headrace.discipline.replicas import wanted_replicas
-from headrace.host.placing import choose_device, need_text, rank
+from headrace.host.placing import choose_device, has_room, need_text, rank
 from headrace.schemas.instances import Device, GroupName, HostBeat, Scale, Slot, SlotName, SlotState
 from headrace.schemas.replicas import ReplicaGroup
 
@@ -183,12 +183,13 @@ def _is_current(sight: Sight, name: SlotName) -> bool:
 
 def _ready(group: ReplicaGroup, wanted: int, slots: Mapping[SlotName, Slot]) -> list[SlotName]:
     """Ready replicas of a group, those that stay first: of the wanted generation, then by name."""
+    generation = group.generation
     ready = [
         name
         for name, slot in slots.items()
-        if slot.state == "Ready" and (name.generation != group.generation or name.index < wanted)
+        if slot.state == "Ready" and (name.generation != generation or name.index < wanted)
     ]
-    return sorted(ready, key=lambda name: (name.generation != group.generation, name))
+    return sorted(ready, key=lambda name: (name.generation != generation, name))
 
 
 def _claims(
@@ -229,21 +230,20 @@ def _free_slots(
     beside the old.
     """
     for group_name, group in sorted(sight.groups.items()):
-        if (group_name, group.generation) in sight.failed:
+        generation = group.generation
+        if (group_name, generation) in sight.failed:
             continue
         of_group = slots.get(group_name, {})
         wanted = wanted_replicas(group, sight.scales.get(group_name))
         current = {
-            name.index: slot
-            for name, slot in of_group.items()
-            if name.generation == group.generation and name.index < wanted
+            name.index: slot for name, slot in of_group.items() if name.generation == generation and name.index < wanted
         }
         num_under_way = sum(slot.state not in ("Ready", "Draining") for slot in current.values())
         num_missing = wanted - len(_ready(group, wanted, of_group))
         free = next((index for index in range(wanted) if index not in current), None)
         if free is None or num_under_way >= max(1, num_missing):
             continue
-        slot = SlotName(group_name, group.generation, free)
+        slot = SlotName(group_name, generation, free)
         if slot not in sight.holdings:
             yield slot, group
 
@@ -251,6 +251,6 @@ def _free_slots(
 def _no_room(sight: Sight, name: SlotName, group: ReplicaGroup) -> str:
     """Why nobody takes a slot that does not fit here; empty where it fits another host."""
     others = [beat for beat in sight.hosts.values() if beat.host != sight.host and not beat.is_draining]
-    if any(choose_device(group, beat.devices) is not None for beat in others):
+    if any(has_room(group, beat.devices) for beat in others):
         return ""
     return f"no host has room for replica {name.index} of {name.group.model} ({name.group.pool}): {need_text(group)}"
