@@ -151,7 +151,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 class HostBeat(msgspec.Struct, frozen=True, kw_only=True):
     """What a host agent says of itself, as often as `interval_s`; `is_draining`: it takes nothing more.
 
-    `reason` says what it would run and no host has room for.
+    `reason` says what it would run and no host has room for, or what failed here a moment ago.
     """
 
     host: str

@@ -83,7 +83,7 @@ class Agent:
         self._workers = WorkersView(bus)
         self._config = ConfigView(bus)
         self._replicas: dict[SlotName, Replica] = {}
-        self._avoided: dict[tuple[GroupName, str, str], float] = {}
+        self._avoided: dict[tuple[GroupName, str, str], tuple[float, str]] = {}
         self._waiting: dict[SlotName, float] = {}
         self._num_started = 0
         self._is_draining = False
@@ -192,7 +192,7 @@ class Agent:
                 replica.look(beats.get(replica.worker), is_fresh=self._workers.is_fresh)
             planned = plan(self._sight())
             self._waiting = dict(planned.waiting)
-            self._say_why(planned.reason)
+            self._say_why(planned.reason or next((why for _, why in self._avoided.values()), ""))
             for action in planned.actions:
                 try:
                     await self._do(action, group)
@@ -205,7 +205,7 @@ class Agent:
 
     def _sight(self) -> Sight:
         now = time.monotonic()
-        self._avoided = {key: until for key, until in self._avoided.items() if until > now}
+        self._avoided = {key: avoided for key, avoided in self._avoided.items() if avoided[0] > now}
         view = self._instances
         return Sight(
             host=self._host,
@@ -265,7 +265,7 @@ class Agent:
             case GiveUp(why=why):
                 log.warning("%s is left to other hosts for %g s; it fails here: %s", action.slot, _COOL_OFF_S, why)
                 key = (action.slot.group, action.slot.generation, replica.device)
-                self._avoided[key] = time.monotonic() + _COOL_OFF_S
+                self._avoided[key] = time.monotonic() + _COOL_OFF_S, f"{action.slot} fails here: {why}"
                 await self._release(replica)
             case MarkFailed(why=why, failures=failures):
                 log.error("no more workers like %s are started, until the configuration changes: %s", action.slot, why)
