@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from headrace.bus.connection import Bus, Stored
+from headrace.bus.connection import Bus, Stored, connect
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.bus.instances import InstancesBucket, InstancesView
 from headrace.errors import ConfigError
@@ -25,7 +25,9 @@ GROUP = GroupName(MODEL, "default")
 
 @pytest_asyncio.fixture
 async def ground(bus: Bus) -> AsyncIterator[Ground]:
-    async with Ground(bus).running() as made:
+    """Leases live for two seconds here."""
+    settings = msgspec.structs.replace(bus.settings, worker_ttl_s=1.0, heartbeat_s=0.25)
+    async with connect(bus.url, settings, name="agents") as own, Ground(own).running() as made:
         yield made
 
 
@@ -188,7 +190,7 @@ async def test_an_agent_that_was_cut_off_keeps_what_nobody_took_and_drains_what_
 
 
 async def test_an_agent_that_stays_cut_off_drains(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "DOUBT_S", 5.0)
+    monkeypatch.setattr(lease, "DOUBT_S", 3.0)
     await configure(ground.bus, MODEL, gpu_group(1))
     async with Link(ground.bus.url) as link:
         agent = await ground.agent("a", 4, url=link.url)
