@@ -15,6 +15,7 @@ import pytest
 
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.errors import EngineError, EngineStartError
+from headrace.hardware.gpu import find_gpu, visible_gpus
 from headrace.schemas.openai import InferenceRequest
 from headrace.worker.engines import vllm_gpus
 from headrace.worker.engines.base import EngineUsage, Resume
@@ -25,7 +26,6 @@ from headrace.worker.engines.processes import Process, descendants, process_of
 from headrace.worker.engines.sim import SimEngine
 from headrace.worker.engines.sim_script import SimOptions
 from headrace.worker.engines.vllm import VllmEngine, VllmOptions
-from headrace.worker.gpu import find_gpu, visible_gpus
 from tests.deployment import MODEL, deployment, until
 from tests.fake_nvml import Card, FakeNvml
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import EngineStartError
+from headrace.hardware.gpu import find_gpu, visible_gpus
 from headrace.worker import sharing
 from headrace.worker.allotment import Allotment
 from headrace.worker.checkpoint import weights_bytes
@@ -18,7 +19,6 @@ from headrace.worker.engines.vllm import VllmEngine, VllmOptions
 from headrace.worker.engines.vllm_args import number_of, value_of
 from headrace.worker.engines.vllm_demand import Demand, demand_of, require_fit
 from headrace.worker.engines.vllm_gpus import VllmGpus
-from headrace.worker.gpu import find_gpu, visible_gpus
 from headrace.worker.memory import Memory
 from headrace.worker.sharing import SharedMemory
 from tests.fake_nvml import GIB, Card, FakeNvml

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Final
 
 from headrace.errors import EngineError, EngineStartError
+from headrace.hardware.gpu import find_gpu, visible_gpus
 from headrace.worker.allotment import Allotment
 from headrace.worker.engines.vllm_demand import ANYWAY, Demand, require_fit
-from headrace.worker.gpu import find_gpu, visible_gpus
 from headrace.worker.memory import Memory, shared_by
 
 __all__ = ["VllmGpus"]
