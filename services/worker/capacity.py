@@ -12,11 +12,11 @@ import msgspec
 
 from headrace.discipline.capacity import MeasuredCapacity
 from headrace.errors import EngineError, EngineStartError
+from headrace.hardware.gpu import find_gpu
 from headrace.lifecycle import wait_first
 from headrace.schemas.workers import CapacitySource
 from headrace.worker.engines.base import Engine, KvMemory
 from headrace.worker.execution import Execution
-from headrace.worker.gpu import find_gpu
 from headrace.worker.held import Held, HeldSet
 from headrace.worker.ledger import Ledger
 from headrace.worker.memory import EngineProbe, HostMemory, HostProbe, Memory, MemoryProbe

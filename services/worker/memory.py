@@ -1,28 +1,15 @@
 """Memory that an engine computes in: the machine's, or what the engine itself says is left."""
 
 import time
-from pathlib import Path
 from typing import Final, Protocol
 
-import msgspec
-
 from headrace.errors import EngineError
+from headrace.hardware.memory import MEMINFO, Memory, read_host_memory
 from headrace.worker.engines.base import Engine
 
 __all__ = ["EngineProbe", "HostMemory", "HostProbe", "Memory", "MemoryProbe", "read_host_memory"]
 
-_MEMINFO: Final = Path("/proc/meminfo")
-_KIB: Final = 1024
 _FRESH_FOR_S: Final = 0.4
-
-
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes in all, bytes that could be had now, and whose they are; `gpu` is the UUID of one."""
-
-    total_bytes: int
-    free_bytes: int
-    source: str
-    gpu: str | None = None
 
 
 class MemoryProbe(Protocol):
@@ -40,7 +27,7 @@ class HostProbe:
         """See `MemoryProbe.read`."""
         memory = read_host_memory()
         if memory is None:
-            raise EngineError(f"the free memory of this machine cannot be read from {_MEMINFO}")
+            raise EngineError(f"the free memory of this machine cannot be read from {MEMINFO}")
         return memory
 
 
@@ -73,20 +60,3 @@ class HostMemory:
         if now - self._read_at >= _FRESH_FOR_S:
             self._memory, self._read_at = read_host_memory(), now
         return self._memory
-
-
-def read_host_memory(path: Path = _MEMINFO) -> Memory | None:
-    """The host's memory (`MemTotal` and `MemAvailable` of proc(5), in KiB); None where the system does not tell."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    values = {}
-    for line in lines:
-        key, _, rest = line.partition(":")
-        number = rest.split()[:1]
-        if key in ("MemTotal", "MemAvailable") and number and number[0].isdigit():
-            values[key] = int(number[0]) * _KIB
-    if len(values) != 2:
-        return None
-    return Memory(total_bytes=values["MemTotal"], free_bytes=values["MemAvailable"], source="system")

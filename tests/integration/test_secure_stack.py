@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 import headrace.client
 from headrace.bus.deadletters import DeadLetters
 from headrace.bus.heartbeats import WorkersBucket
-from headrace.bus.members import GATEWAY, MONITOR, NOTICES, OPERATOR, ROUTER, Member
+from headrace.bus.members import GATEWAY, HOST, MONITOR, NOTICES, OPERATOR, ROUTER, Member
 from headrace.cli.http import free_port
 from headrace.client import Client, Delta, Done, Requeued, Started
 from headrace.errors import JobCancelledError, JobFailedError
@@ -23,6 +23,7 @@ from headrace.lifecycle import ChildProcess
 from headrace.schemas.subjects import DEFAULT_TENANT
 from headrace.settings import Settings
 from tests.deployment import until
+from tests.hosts import configure, sim_group
 from tests.processes import part, serving
 from tests.scraping import scrape
 from tests.secured import ACME, SecuredBroker, secured_broker, worker
@@ -249,6 +250,30 @@ async def test_the_operator_may_be_any_tenant_and_start_parts(tmp_path: Path, pr
             started("serve", "monitor"),
             started("serve", "worker", "--engine", "sim", "--model", ONE),
             headrace.client.connect(broker.url, tenant=DEFAULT_TENANT, settings=broker.settings(OPERATOR)) as client,
+        ):
+            await serving(client, ONE)
+        assert broker.violations() == []
+
+
+async def test_a_host_agent_and_its_workers_have_one_credential_and_make_the_models_stream(
+    tmp_path: Path, prefix: str
+) -> None:
+    async with secured_broker(tmp_path, prefix, [ACME]) as broker:
+
+        def started(member: Member, *arguments: str) -> ChildProcess:
+            return part(
+                *arguments, url=broker.url, prefix=prefix, state_dir=tmp_path / "unused",
+                HEADRACE_NATS_CREDENTIALS=broker.credentials(member),
+            )  # fmt: skip
+
+        async with broker.operator() as bus:
+            await configure(bus, ONE, sim_group(1))
+        async with (
+            started(ROUTER, "serve", "router"),
+            started(HOST, "serve", "host", "--memory", "4GiB"),
+            headrace.client.connect(
+                broker.url, tenant="acme", credentials=broker.credentials(ACME), settings=Settings(prefix=prefix)
+            ) as client,
         ):
             await serving(client, ONE)
         assert broker.violations() == []

@@ -86,7 +86,8 @@ def known_subjects() -> set[str]:
 def known_streams() -> set[str]:
     names = Names(prefix="<p>")
     jobs, log = names.jobs_stream("model").replace("_model", "_<model>"), names.log_stream(0).replace("_0", "_<shard>")
-    buckets = {names.workers_bucket, names.config_bucket, names.usage_bucket, names.batches_bucket, names.files_store}
+    buckets = {names.workers_bucket, names.config_bucket, names.usage_bucket, names.batches_bucket, names.files_store,
+               names.instances_bucket}  # fmt: skip
     return {jobs, log, names.dead_stream, names.batch_stream, *buckets}
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from headrace.errors import EngineError, EngineStartError
+from headrace.hardware.gpu import find_gpu
 from headrace.worker import capacity as capacities
 from headrace.worker.capacity import KvCapacity, shared_by
 from headrace.worker.engines.base import EngineFacts, KvMemory
-from headrace.worker.gpu import find_gpu
 from headrace.worker.held import HeldSet
 from headrace.worker.ledger import Ledger
 from headrace.worker.memory import Memory
