@@ -23,6 +23,7 @@ __all__ = [
     "QUEUE_WAIT_S",
     "REQUESTS_ACCEPTED",
     "REQUESTS_REFUSED",
+    "SCALINGS",
     "TOKENS",
     "TTFT_S",
     "Bounded",
@@ -141,12 +142,15 @@ FAILOVER_S: Final = _Histogram(
     "From the decision that a worker is dead to the hand-over of the last request it held.",
     bounds=_SHORT_S,
 )
+SCALINGS: Final = _Counter(
+    "headrace_scale_decisions", "Changes of the number of replicas.", ("model", "pool", "direction")
+)
 HTTP_REQUESTS: Final = _Counter("headrace_http_requests", "HTTP answers begun.", ("status",))
 HTTP_OPEN: Final = _Open("headrace_http_open_requests", "HTTP requests being answered.")
 
 _ALL: Final = (
     REQUESTS_ACCEPTED, REQUESTS_REFUSED, QUEUE_WAIT_S, TTFT_S, INTER_TOKEN_S, TOKENS, ATTEMPTS, EVICTIONS, HANDED_OVER,
-    FAILOVER_S, HTTP_REQUESTS, HTTP_OPEN,
+    FAILOVER_S, SCALINGS, HTTP_REQUESTS, HTTP_OPEN,
 )  # fmt: skip
 
 

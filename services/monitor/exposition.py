@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 import msgspec
@@ -16,6 +16,8 @@ from headrace.bus.connection import Bus
 from headrace.bus.heartbeats import WorkersView
 from headrace.bus.overview import overview
 from headrace.errors import BrokerError
+from headrace.metrics import model_label
+from headrace.schemas.instances import GroupName
 from headrace.schemas.metrics import Family, Measured
 from headrace.schemas.overview import Overview, QueueOverview, WorkerOverview
 
@@ -27,6 +29,7 @@ _WITHIN_S: Final = 0.5
 _QUIET_S: Final = 0.1
 _MAX_PARTS: Final = 2048
 _PLACE: Final = ("service", "process")
+_NONE: Final[Mapping[GroupName, int]] = {}
 
 
 class Exposition:
@@ -35,9 +38,10 @@ class Exposition:
     Those who come during a scrape share the next: however many ask, or leave again, nobody waits for more than two.
     """
 
-    def __init__(self, bus: Bus, view: WorkersView) -> None:
+    def __init__(self, bus: Bus, view: WorkersView, wanted: Callable[[], Mapping[GroupName, int]] = dict) -> None:
         self._bus = bus
         self._view = view
+        self._wanted = wanted
         self._one_at_a_time = asyncio.Lock()
         self._num_begun = 0
         self._latest: bytes | BrokerError | None = None
@@ -64,7 +68,7 @@ class Exposition:
             return error
         finally:
             asking.cancel()
-        return await asyncio.to_thread(as_text, parts, now)
+        return await asyncio.to_thread(as_text, parts, now, self._wanted())
 
     async def _ask(self) -> list[Measured]:
         """Until every live worker and, a moment long, nobody else has answered, or the time is over."""
@@ -96,10 +100,12 @@ class Exposition:
         return answered.issuperset(expected)
 
 
-def as_text(parts: Iterable[Measured], now: Overview) -> bytes:
-    """The metrics of the parts, each with its place as labels, and gauges of queues and workers."""
+def as_text(parts: Iterable[Measured], now: Overview, wanted: Mapping[GroupName, int] = _NONE) -> bytes:
+    """The metrics of the parts, each with its place as labels, and gauges of queues, workers and wanted replicas."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collected([*_counted(parts), *_of_queues(now.queues), *_of_workers(now.workers)]))
+    registry.register(
+        _Collected([*_counted(parts), *_of_queues(now.queues), *_of_workers(now.workers), _of_groups(wanted)])
+    )
     return generate_latest(registry)
 
 
@@ -167,3 +173,14 @@ def _of_workers(workers: Iterable[WorkerOverview]) -> list[Metric]:
             if (value := getattr(worker, f"memory_{kind}_bytes")) is not None:
                 memory.add_metric((*key, kind), value)
     return [state, running, waiting, slots, kv_tokens, memory]
+
+
+def _of_groups(wanted: Mapping[GroupName, int]) -> Metric:
+    """By model and pool; of models beyond the bound of the label, the sum."""
+    number: dict[tuple[str, str], int] = defaultdict(int)
+    for name, replicas in sorted(wanted.items()):
+        number[model_label(name.model), name.pool] += replicas
+    metric = GaugeMetricFamily("headrace_replicas_wanted", "Replicas that shall be there.", labels=("model", "pool"))
+    for key, replicas in number.items():
+        metric.add_metric(key, replicas)
+    return metric

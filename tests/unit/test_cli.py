@@ -75,6 +75,7 @@ def test_every_command_explains_itself_and_takes_the_common_options(path: tuple[
         ("serve",),
         ("bench",),
         ("bench", "simulate"),
+        ("bench", "scaling"),
         ("config",),
         ("tenant",),
         ("tenant", "key"),
