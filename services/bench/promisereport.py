@@ -53,8 +53,8 @@ def shown_promises(result: PromisesResult) -> list[RenderableType]:
     ):
         rows = [(str(each.number), "held" if each.holds else "BROKEN", safe(each.figures)) for each in promises]
         parts.append(table(title, ("promise", "", "figures"), rows))
-    rows = [(each.kind, *_load_cells(each)) for each in result.loads]
-    parts.append(table("Requests, ms", ("", *_LOAD_COLUMNS), rows, right=_LOAD_COLUMNS[:1] + _LOAD_COLUMNS[2:]))
+    cells = [(each.kind, *_load_cells(each)) for each in result.loads]
+    parts.append(table("Requests, ms", ("", *_LOAD_COLUMNS), cells, right=_LOAD_COLUMNS[:1] + _LOAD_COLUMNS[2:]))
     parts.append(Text(str(result.machine), style="dim"))
     return parts
 
@@ -68,11 +68,11 @@ def as_markdown(result: PromisesResult, command: str) -> str:
     lines = [
         "# The promises, on three hosts",
         "",
-        f"Written by `{command}`. Two models on three hosts that lend unequal memory to workers ({hosts}), a mixed load of",
-        "short chats, long summaries and a batch, and faults on the way: a worker killed, one stopped for some seconds,",
-        "the agent of the fullest host killed and started again. The promises are those of the design; the figures say",
-        "whether they held. All parts, the engines (simulated: a set speed, a set memory) and the readers share one",
-        f"machine: {result.machine}.",
+        f"Written by `{command}`. Two models on three hosts that lend unequal memory to workers",
+        f"({hosts}), a mixed load of short chats, long summaries and a batch, and faults on the way:",
+        "a worker killed, one stopped for some seconds, the agent of the fullest host killed and started again. The",
+        "promises are those of the design; the figures say whether they held. All parts, the engines (simulated: a set",
+        f"speed, a set memory) and the readers share one machine: {result.machine}.",
         "",
         f"## {result.duration_s:g} real seconds",
         "",

@@ -39,7 +39,7 @@ class SimulatedKind(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the replicas stand at most, by host; what became of the requests; and the promises that virtual time shows."""
+    """Where the replicas stand at most, by host; what became of the requests; the promises that virtual time shows."""
 
     placed: dict[str, dict[str, int]]
     most: dict[str, int]
@@ -98,7 +98,7 @@ class _Placed(msgspec.Struct, frozen=True):
 
 
 def place(hosts_gib: Mapping[str, int], models: Mapping[str, ModelConfig]) -> dict[str, _Placed]:
-    """Where the agents put the most replicas that each model may come to want: their own plan, in turns, till none acts.
+    """Where the agents put the most replicas that each model may come to want: their own plan, in turns, to its end.
 
     Raises RuntimeError where they never come to rest.
     """
