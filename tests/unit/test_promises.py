@@ -22,7 +22,7 @@ def sent(job: str, *starts: Start, kind: Any = CHAT, **changes: Any) -> Sent:
     watched = Watched(threshold=1)
     watched.starts = list(starts)
     watched.num_tokens = 8
-    fields = {"end": "done", "sent_at": 0.0, "answered_at": 0.01, "position": 0, "ended_at": 9.0} | changes
+    fields: dict[str, Any] = {"end": "done", "sent_at": 0.0, "answered_at": 0.01, "position": 0, "ended_at": 9.0} | changes
     return Sent(kind=kind, tokens=8, watched=watched, job=job, **fields)
 
 
