@@ -32,6 +32,7 @@ _COMMANDS: Final = {
     "tenant": "headrace.cli.tenants:tenant",
     "config": "headrace.cli.config:config",
     "provision": "headrace.cli.provision:provision",
+    "doctor": "headrace.cli.doctor:doctor",
     "bench": "headrace.bench.command:bench",
 }
 """In the order of the help; each is imported when it is used, so that no command waits for what others need."""
