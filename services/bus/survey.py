@@ -34,6 +34,7 @@ __all__ = [
 _PARTS_WITHIN_S: Final = 2.0
 _QUIET_S: Final = 0.3
 """Parts on one network answer together; after so long without one more, those that are there have answered."""
+_NOBODY: Final = "503"
 _MAX_PARTS: Final = 10_000
 _MAX_PAGES: Final = 1000
 
@@ -196,7 +197,8 @@ async def read_beats(bus: Bus) -> list[Beat]:
 async def ask_parts(bus: Bus, *, wanted: Collection[str]) -> list[Part]:
     """Every part that answers; waits longer while one of the names in `wanted` is missing.
 
-    Of several deployments in one account all are among them: routers, monitors and gateways tell their `prefix`.
+    Of several deployments in one account all are among them: routers, monitors and gateways tell their `prefix`. Raises
+    BrokerUnavailableError where the broker is mute.
     """
     inbox = bus.new_inbox()
     subscription = await bus.subscribe(inbox)
@@ -208,7 +210,9 @@ async def ask_parts(bus: Bus, *, wanted: Collection[str]) -> list[Part]:
             left_s = until - asyncio.get_running_loop().time()
             is_complete = {part.name for part in found} >= set(wanted)
             message = await bus.next_message(subscription, min(left_s, _QUIET_S) if is_complete else left_s)
-            if message is None:
+            if message is None and not is_complete:
+                await bus.flush()  # whether nobody answers, or the broker does not
+            if message is None or (message.headers or {}).get("Status") == _NOBODY:
                 return found
             if (part := _part(message)) is not None:
                 found.append(part)

@@ -18,9 +18,9 @@ from headrace.bus.securing import SecureDirectory
 from headrace.bus.server import discover
 from headrace.cli.options import located, with_flags
 from headrace.cli.progress import Progress
-from headrace.cli.render import console, is_terminal, safe, table
+from headrace.cli.render import console, is_terminal, table
 from headrace.cli.secure import SECURE_DIR
-from headrace.doctor.finding import SEVERITIES, Check, Finding, Severity, has_error, ordered
+from headrace.doctor.finding import SEVERITIES, Check, Finding, Severity, counted, has_error, ordered
 from headrace.doctor.gathering import gather
 from headrace.doctor.judge_broker import judge_unreachable
 from headrace.doctor.judge_machine import judge_machine
@@ -136,8 +136,5 @@ def _print(findings: Iterable[Finding]) -> None:
     out = console()
     out.print(table("", ("", "check", "found", "what to do"), rows))
     counts = {severity: sum(each.severity == severity for each in every) for severity in SEVERITIES}
-    out.print(
-        Text(
-            safe(f"\n{counts['error']} errors, {counts['warning']} warnings, {counts['ok']} checks are fine", keep="\n")
-        )
-    )
+    told = f"{counted(counts['error'], 'error')}, {counted(counts['warning'], 'warning')}, {counts['ok']} ok"
+    out.print(Text(f"\n{told}"))

@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 import msgspec
 
-__all__ = ["SEVERITIES", "Check", "Finding", "Severity", "has_error", "listed", "ordered"]
+__all__ = ["SEVERITIES", "Check", "Finding", "Severity", "counted", "has_error", "listed", "ordered"]
 
 Severity = Literal["error", "warning", "ok"]
 SEVERITIES: Final[tuple[Severity, ...]] = ("error", "warning", "ok")
@@ -83,6 +83,11 @@ def ordered(findings: Iterable[Finding]) -> list[Finding]:
 def has_error(findings: Iterable[Finding]) -> bool:
     """Whether any is worse than a warning."""
     return any(finding.severity == "error" for finding in findings)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun: `1 worker`, `2,000 workers`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def listed(names: Iterable[str]) -> str:

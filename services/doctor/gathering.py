@@ -47,12 +47,13 @@ Say = Callable[[str], None]
 async def gather(bus: Bus, *, system_url: str | None, say: Say) -> Facts:
     """What is to be known over this connection; `say` is told what is asked.
 
-    `system_url` is where disconnect notices come from, None where this machine's settings do not say.
+    `system_url` is where disconnect notices come from, None where this machine's settings do not say. Raises
+    BrokerUnavailableError where the broker is mute.
     """
     say("asking the broker about itself")
     until = asyncio.get_running_loop().time() + _WITHIN_S
     asked_at = time.monotonic()
-    await _read(bus.flush(), until)
+    await bus.flush()
     round_trip_s = time.monotonic() - asked_at
     account, _ = await asyncio.gather(_account(bus), bus.sync_clock())
     has_jetstream = account is not None
@@ -88,7 +89,7 @@ def _broker(bus: Bus, round_trip_s: float) -> BrokerFacts:
     about = bus.nc._server_info
     return BrokerFacts(
         url=bus.shown_url,
-        version=str(version),
+        version=str(about.get("version", version)),
         numbers=(version.major, version.minor),
         max_payload_bytes=int(bus.nc.max_payload),
         name=str(about.get("server_name", "")),

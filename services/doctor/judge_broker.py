@@ -77,7 +77,7 @@ def judge_broker(facts: Facts) -> Iterator[Finding]:
         )
         yield from _limits(facts, facts.account.value)
     yield from _unread(facts)
-    yield _system_account(facts)
+    yield from _system_account(facts)
     yield from _clocks(facts)
 
 
@@ -176,7 +176,7 @@ def _unread(facts: Facts) -> Iterator[Finding]:
             found=f"this credential may not ask about: {listed(denied)}; that is not checked",
             remedy="HEADRACE_NATS_CREDENTIALS=…/credentials/operator.nk",
         )
-    elif isinstance(facts.account, Known):
+    elif not unread:
         yield Finding(id=Check.PERMISSIONS, severity="ok", found="this credential may ask all that is checked")
     lost = _without_missing(facts, {what: found.reason for what, found in unread.items() if not found.is_denied})
     if lost:
@@ -205,7 +205,7 @@ def _without_missing(facts: Facts, lost: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _system_account(facts: Facts) -> Finding:
+def _system_account(facts: Facts) -> Iterator[Finding]:
     without = "dead workers are noticed after HEADRACE_WORKER_TTL_S (2 s) instead of milliseconds"
     monitors = [part for part in facts.own_parts if part.name == "headrace-monitor" and "notices" in part.told]
     deaf = [part for part in monitors if part.told["notices"] == "no"]
@@ -219,11 +219,14 @@ def _system_account(facts: Facts) -> Finding:
     elif facts.system.trouble:
         found = f"the system account that is set here does not work ({facts.system.trouble}); with it so, {without}"
     elif not monitors and not facts.system.is_set:
+        if not isinstance(facts.parts, Known):
+            return  # a monitor that may be there may have one
         found = f"no system account is set: {without}"
     else:
         tested = "notices of disconnects come" if facts.system.is_set else f"{len(monitors)} monitors have one"
-        return Finding(id=Check.SYSTEM_ACCOUNT, severity="ok", found=tested)
-    return Finding(id=Check.SYSTEM_ACCOUNT, severity="warning", found=found, remedy=remedy)
+        yield Finding(id=Check.SYSTEM_ACCOUNT, severity="ok", found=tested)
+        return
+    yield Finding(id=Check.SYSTEM_ACCOUNT, severity="warning", found=found, remedy=remedy)
 
 
 def _clocks(facts: Facts) -> Iterator[Finding]:

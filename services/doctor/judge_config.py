@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from headrace.doctor.facts import Facts, Known
-from headrace.doctor.finding import Check, Finding, listed
+from headrace.doctor.finding import Check, Finding, counted, listed
 from headrace.schemas.config import MAX_QUEUES
 from headrace.schemas.subjects import LANES
 
@@ -38,12 +38,14 @@ def _unreadable(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             id=Check.CONFIG_KEY,
             severity="error",
-            found=f"{len(bad)} keys of the configuration cannot be read: {listed(bad)} ({problem})",
+            found=f"{counted(len(bad), 'key')} of the configuration cannot be read: {listed(bad)} ({problem})",
             remedy=f"headrace config apply FILE with them set right, or nats kv del {facts.names.config_bucket} {key}",
         )
         return
     number = sum(entry.entry is not None for entry in entries.values())
-    yield Finding(id=Check.CONFIG_KEY, severity="ok", found=f"{number} keys of the configuration can be read")
+    yield Finding(
+        id=Check.CONFIG_KEY, severity="ok", found=f"{counted(number, 'key')} of the configuration, all readable"
+    )
 
 
 def _aliases(facts: Facts) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from headrace import __version__
 from headrace.doctor.facts import Facts, Known
-from headrace.doctor.finding import Check, Finding, Severity, listed
+from headrace.doctor.finding import Check, Finding, Severity, counted, listed
 
 __all__ = ["judge_parts"]
 
@@ -23,7 +23,7 @@ def judge_parts(facts: Facts) -> Iterator[Finding]:
     for kind, check, severity, otherwise in _NEEDED:
         number = sum(part.name == f"headrace-{kind}" for part in parts)
         if number:
-            yield Finding(id=check, severity="ok", found=f"{number} {kind}{'s' if number > 1 else ''} answer")
+            yield Finding(id=check, severity="ok", found=f"that answer: {counted(number, kind)}")
         else:
             yield Finding(
                 id=check,
@@ -44,4 +44,6 @@ def judge_parts(facts: Facts) -> Iterator[Finding]:
             remedy="upgrade the broker's accounts and routers first, then all other parts, to one version",
         )
     elif parts:
-        yield Finding(id=Check.VERSIONS, severity="ok", found=f"{len(parts)} parts of Headrace {__version__}")
+        yield Finding(
+            id=Check.VERSIONS, severity="ok", found=f"{counted(len(parts), 'part')} of Headrace {__version__}"
+        )

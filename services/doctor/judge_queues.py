@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from headrace.doctor.facts import Facts, Known
-from headrace.doctor.finding import Check, Finding
+from headrace.doctor.finding import Check, Finding, counted
 from headrace.schemas.overview import QueueOverview
 from headrace.schemas.subjects import QueueName
 
@@ -45,14 +45,14 @@ def _unserved(facts: Facts, queues: tuple[QueueOverview, ...]) -> Iterator[Findi
         yield Finding(
             id=Check.QUEUE_UNSERVED,
             severity="warning" if "Starting" in states else "error",
-            found=f"{number} requests for model {model}, pool {pool} wait and no worker serves them, the oldest for "
-            f"{oldest_s:.0f} s{there}",
+            found=f"no worker serves what waits for model {model}, pool {pool}: {counted(number, 'request')}, the "
+            f"oldest for {oldest_s:.0f} s{there}",
             remedy=f"headrace serve worker --engine ENGINE --model {model} --pool {pool}",
         )
     if not num_unserved:
         number = sum(queue.queued for queue in queues)
         yield Finding(
-            id=Check.QUEUE_UNSERVED, severity="ok", found=f"{number} requests wait, and workers serve all of them"
+            id=Check.QUEUE_UNSERVED, severity="ok", found=f"{counted(number, 'request')} waiting, none without a worker"
         )
 
 
@@ -69,8 +69,8 @@ def _paused(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 id=Check.QUEUE_PAUSED,
                 severity="error" if number else "warning",
-                found=f"queue {consumer.name} of model {model} is paused for another {consumer.paused_for_s:.0f} s; "
-                f"{number} requests wait in it",
+                found=f"queue {consumer.name} of model {model} is paused for another {consumer.paused_for_s:.0f} s, "
+                f"with {counted(number, 'request')} waiting",
                 remedy=f"nats consumer resume {stream} {consumer.name}",
             )
 
@@ -86,7 +86,7 @@ def _full(facts: Facts) -> Iterator[Finding]:
                 severity="warning",
                 found=f"model {stream.model} has {stream.info.num_messages:,} of at most {limit:,} requests, queued "
                 "and running; more are refused with queue_full",
-                remedy="add workers, or raise the model's queue_limit (headrace config apply FILE) or HEADRACE_QUEUE_LIMIT",
+                remedy="add workers; or raise HEADRACE_QUEUE_LIMIT, or the model's queue_limit (config apply FILE)",
             )
 
 
@@ -101,7 +101,7 @@ def _expiring(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             id=Check.EXPIRING,
             severity="error",
-            found=f"{len(late)} requests wait beyond their time, {which} for {-nearest.left_s:.0f} s: nobody ends them",
+            found=f"{counted(len(late), 'request')} past their time and not ended, {which} for {-nearest.left_s:.0f} s",
             remedy="headrace serve monitor",
         )
     elif soon:
@@ -125,7 +125,7 @@ def _dead(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             id=Check.DEAD_LETTERS,
             severity="warning",
-            found=f"{number} requests were given up after too many faults and are kept as dead letters",
+            found=f"{counted(number, 'dead letter')}: requests that were given up after too many faults",
             remedy="headrace jobs dead; headrace jobs replay JOB --remove",
         )
     else:

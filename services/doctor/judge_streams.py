@@ -7,7 +7,7 @@ from typing import Final
 from headrace.bus.consumers import is_own
 from headrace.bus.provision import Difference, differences
 from headrace.doctor.facts import Facts, Known, StreamFacts, Unread, value_of
-from headrace.doctor.finding import Check, Finding, listed
+from headrace.doctor.finding import Check, Finding, counted, listed
 
 __all__ = ["judge_streams"]
 
@@ -30,12 +30,11 @@ def judge_streams(facts: Facts) -> Iterator[Finding]:
 
 def _provisioned(facts: Facts) -> Iterator[Finding]:
     missing = [stream.name for stream in facts.streams if stream.is_missing]
+    num_there = sum(stream.info is not None for stream in facts.streams)
     if not missing:
-        yield Finding(
-            id=Check.PROVISIONED,
-            severity="ok",
-            found=f"{len(facts.streams)} streams and buckets of the prefix {facts.settings.prefix} are there",
-        )
+        if num_there:
+            found = f"{counted(num_there, 'stream')} and buckets of the prefix {facts.settings.prefix} are there"
+            yield Finding(id=Check.PROVISIONED, severity="ok", found=found)
         return
     others = _other_prefixes(facts)
     also = f"; there are those of {listed(others)}: is HEADRACE_PREFIX right?" if others else ""
@@ -147,7 +146,7 @@ def _leaders(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             id=Check.STREAM_LEADER,
             severity="warning",
-            found=f"{len(behind)} replicas are not current: {listed(behind)}",
+            found=f"{counted(len(behind), 'replica')} not current: {listed(behind)}",
             remedy=f"start the nodes that are down; nats stream info {next(iter(behind.values()))}",
         )
     if not unserved and not behind and any(stream.info is not None for stream in facts.streams):
@@ -171,4 +170,6 @@ def _foreign(facts: Facts) -> Iterator[Finding]:
                 remedy=f"nats consumer rm {stream} {consumer.name}",
             )
     if num_found and not num_foreign:
-        yield Finding(id=Check.FOREIGN_CONSUMER, severity="ok", found=f"the {num_found} consumers are Headrace's own")
+        yield Finding(
+            id=Check.FOREIGN_CONSUMER, severity="ok", found=f"{counted(num_found, 'consumer')}, all Headrace's own"
+        )

@@ -5,7 +5,7 @@ from typing import Final
 
 from headrace.bus.survey import Beat
 from headrace.doctor.facts import Facts, Known
-from headrace.doctor.finding import Check, Finding, listed
+from headrace.doctor.finding import Check, Finding, counted, listed
 
 __all__ = ["judge_workers"]
 
@@ -32,8 +32,8 @@ def judge_workers(facts: Facts) -> Iterator[Finding]:
         )
     else:
         states = [each.beat.state for each in live]
-        counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-        yield Finding(id=Check.WORKERS, severity="ok", found=f"{len(live)} workers live: {counted}")
+        shown = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+        yield Finding(id=Check.WORKERS, severity="ok", found=f"{counted(len(live), 'worker')}: {shown}")
     yield from _states(live)
     yield from _capacity(live)
     yield from _concurrency(live)
@@ -59,7 +59,7 @@ def _states(live: list[Beat]) -> Iterator[Finding]:
         yield Finding(
             id=Check.WORKER_STATE,
             severity="error" if any(beat.state == "Failed" for beat in rest) else "warning",
-            found=f"{len(rest)} more workers have failed or give a reason: {listed(beat.worker for beat in rest)}",
+            found=f"{counted(len(rest), 'more worker')} failed or complaining: {listed(beat.worker for beat in rest)}",
             remedy="headrace status",
         )
     if live and not troubled:
@@ -74,14 +74,14 @@ def _capacity(live: list[Beat]) -> Iterator[Finding]:
         yield Finding(
             id=Check.WORKER_CAPACITY,
             severity="error",
-            found=f"{len(none)} workers have memory for no KV token, so they take nothing: {listed(none)}",
+            found=f"{counted(len(none), 'worker')} with memory for no KV token, taking nothing: {listed(none)}",
             remedy="free memory on their device, or start them with a smaller --memory-reserve or another --kv-tokens",
         )
     if unknown:
         yield Finding(
             id=Check.WORKER_CAPACITY,
             severity="warning",
-            found=f"the KV capacity of {len(unknown)} workers is not known, so --max-concurrency alone bounds them: "
+            found=f"{counted(len(unknown), 'worker')} of unknown KV capacity, bounded by --max-concurrency alone: "
             f"{listed(unknown)}",
             remedy="start them with --kv-tokens N, or --kv-layout and --memory-device",
         )
@@ -102,7 +102,7 @@ def _concurrency(live: list[Beat]) -> Iterator[Finding]:
         yield Finding(
             id=Check.WORKER_CONCURRENCY,
             severity="warning",
-            found=f"the memory of {len(far)} workers carries few of the requests they may run at once: {listed(far)}",
+            found=f"{counted(len(far), 'worker')} with memory for few of the requests to run at once: {listed(far)}",
             remedy="give them more KV memory, a smaller HEADRACE_DEFAULT_MAX_TOKENS, or a --max-concurrency that fits",
         )
 
@@ -117,8 +117,8 @@ def _heartbeats(live: list[Beat]) -> Iterator[Finding]:
         yield Finding(
             id=Check.WORKER_HEARTBEAT,
             severity="warning",
-            found=f"{len(rare)} workers beat fewer than {_BEATS_IN_TTL} times in the life of a beat, so a few that are "
-            f"late cost them their requests: {listed(rare)}",
+            found=f"{counted(len(rare), 'worker')} with fewer than {_BEATS_IN_TTL} beats in the life of one, lost over a few "
+            f"late ones: {listed(rare)}",
             remedy="HEADRACE_HEARTBEAT_S at most a quarter of HEADRACE_WORKER_TTL_S, on workers and monitors",
         )
 
@@ -133,7 +133,7 @@ def _silent(live: list[Beat]) -> Iterator[Finding]:
         yield Finding(
             id=Check.WORKER_SILENT,
             severity="warning",
-            found=f"{len(silent)} workers have not beaten for longer than they may: {listed(silent)}",
+            found=f"{counted(len(silent), 'worker')} without a beat for longer than may be: {listed(silent)}",
             remedy="run this again; if they are still there, no monitor works: headrace serve monitor",
         )
 
@@ -145,6 +145,6 @@ def _lost(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             id=Check.WORKER_LOST,
             severity="warning",
-            found=f"{len(lost)} workers died or hung within the last minute: {listed(lost)}",
+            found=f"{counted(len(lost), 'worker')} died or hung within the last minute: {listed(lost)}",
             remedy="look at their logs, and the kernel's for out of memory: journalctl -k",
         )
