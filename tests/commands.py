@@ -13,11 +13,12 @@ __all__ = ["Headrace"]
 
 
 class Headrace:
-    """Runs `headrace …` against one deployment, with no other setting from outside."""
+    """Runs `headrace …` against one deployment, with no other setting from outside than `variables`."""
 
-    def __init__(self, url: str, prefix: str) -> None:
+    def __init__(self, url: str, prefix: str, **variables: str) -> None:
         self._env: dict[str, str | None] = {name: None for name in os.environ if name.startswith("HEADRACE_")}
         self._env |= {"HEADRACE_NATS_URL": url, "HEADRACE_PREFIX": prefix, "HEADRACE_GRACE_S": "5"}
+        self._env |= variables
 
     async def run(self, *argv: str, code: int = 0) -> Result:
         """Run a command, which must end with `code`; its loop is one of a thread of its own."""

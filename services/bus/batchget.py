@@ -9,7 +9,7 @@ from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
 from headrace.bus.connection import Bus
-from headrace.errors import BrokerDeniedError, BrokerUnavailableError
+from headrace.errors import BrokerUnavailableError
 from headrace.schemas import subjects
 
 __all__ = [
@@ -85,8 +85,8 @@ async def request_many(bus: Bus, subject: str, data: bytes, *, what: str) -> lis
         while True:
             message = await bus.next_message(subscription, timeout_s)
             if message is None:
-                if bus.is_denied(subject):
-                    raise BrokerDeniedError(f"the broker does not permit {subject} to this credential")
+                if (denial := bus.denial_of(subject)) is not None:
+                    raise denial
                 raise BrokerUnavailableError(f"cannot read {what}: no answer within {timeout_s:g} s")
             headers = message.headers or {}
             status = headers.get("Status")

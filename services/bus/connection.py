@@ -259,16 +259,22 @@ class Bus:
         except NoRespondersError:
             raise NotProvisionedError(f"nobody answers on {subject}") from None
         except (NatsTimeoutError, TimeoutError):
-            if self.is_denied(subject):
-                raise BrokerDeniedError(f"the broker does not permit {subject} to this credential") from None
-            if any(f'"{self.inbox_prefix.lower()}.' in words for words in self.denials):
-                raise BrokerDeniedError(
-                    f"the broker does not permit inboxes below {self.inbox_prefix} to this credential: "
-                    "it is another part's, worker's or tenant's"
-                ) from None
+            if (denial := self.denial_of(subject)) is not None:
+                raise denial from None
             raise BrokerUnavailableError(f"no answer on {subject} within {timeout_s:g} s") from None
         except (NatsError, OSError) as error:
             raise BrokerUnavailableError(f"{subject}: {error or type(error).__name__}") from None
+
+    def denial_of(self, subject: str) -> BrokerDeniedError | None:
+        """Why the broker lets no answer to a request come, as it said of late; None where it said nothing of it."""
+        if self.is_denied(subject):
+            return BrokerDeniedError(f"the broker does not permit {subject} to this credential")
+        if any(f'"{self.inbox_prefix.lower()}.' in words for words in self.denials):
+            return BrokerDeniedError(
+                f"the broker does not permit inboxes below {self.inbox_prefix} to this credential: "
+                "it is another part's, worker's or tenant's"
+            )
+        return None
 
     def is_denied(self, subject: str) -> bool:
         """Whether the broker said of late that this credential may not use the subject."""

@@ -34,6 +34,7 @@ __all__ = [
 _PARTS_WITHIN_S: Final = 2.0
 _QUIET_S: Final = 0.3
 """Parts on one network answer together; after so long without one more, those that are there have answered."""
+_PING: Final = "$SRV.PING"
 _NOBODY: Final = "503"
 _MAX_PARTS: Final = 10_000
 _MAX_PAGES: Final = 1000
@@ -198,13 +199,13 @@ async def ask_parts(bus: Bus, *, wanted: Collection[str]) -> list[Part]:
     """Every part that answers; waits longer while one of the names in `wanted` is missing.
 
     Of several deployments in one account all are among them: routers, monitors and gateways tell their `prefix`. Raises
-    BrokerUnavailableError where the broker is mute.
+    BrokerUnavailableError where the broker is mute or does not permit it.
     """
     inbox = bus.new_inbox()
     subscription = await bus.subscribe(inbox)
     found: list[Part] = []
     try:
-        await bus.publish("$SRV.PING", reply=inbox)
+        await bus.publish(_PING, reply=inbox)
         until = asyncio.get_running_loop().time() + _PARTS_WITHIN_S
         while len(found) < _MAX_PARTS:
             left_s = until - asyncio.get_running_loop().time()
@@ -212,6 +213,8 @@ async def ask_parts(bus: Bus, *, wanted: Collection[str]) -> list[Part]:
             message = await bus.next_message(subscription, min(left_s, _QUIET_S) if is_complete else left_s)
             if message is None and not is_complete:
                 await bus.flush()  # whether nobody answers, or the broker does not
+                if not found and (denial := bus.denial_of(_PING)) is not None:
+                    raise denial
             if message is None or (message.headers or {}).get("Status") == _NOBODY:
                 return found
             if (part := _part(message)) is not None:

@@ -197,6 +197,7 @@ def _without_missing(facts: Facts, lost: Mapping[str, str]) -> dict[str, str]:
         "queues": f"KV_{facts.names.workers_bucket}",
         "configuration": f"KV_{facts.names.config_bucket}",
         "dead letters": facts.names.dead_stream,
+        "waiting requests": facts.names.log_stream(0),
     }
     return {
         what: reason

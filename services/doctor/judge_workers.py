@@ -117,8 +117,8 @@ def _heartbeats(live: list[Beat]) -> Iterator[Finding]:
         yield Finding(
             id=Check.WORKER_HEARTBEAT,
             severity="warning",
-            found=f"{counted(len(rare), 'worker')} with fewer than {_BEATS_IN_TTL} beats in the life of one, lost over a few "
-            f"late ones: {listed(rare)}",
+            found=f"{counted(len(rare), 'worker')} with fewer than {_BEATS_IN_TTL} beats in the life of one, so that a "
+            f"few late ones end it: {listed(rare)}",
             remedy="HEADRACE_HEARTBEAT_S at most a quarter of HEADRACE_WORKER_TTL_S, on workers and monitors",
         )
 
