@@ -1,15 +1,31 @@
 """The command line, run in this process beside a deployment."""
 
 import asyncio
+import contextlib
 import json
+import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from click.testing import CliRunner, Result
 
 from headrace.cli.app import command
 
-__all__ = ["Headrace"]
+__all__ = ["Headrace", "logging_kept"]
+
+
+@contextlib.contextmanager
+def logging_kept() -> Iterator[None]:
+    """At the end the log is as it was, whatever a command that ran in this process made of it."""
+    loggers = [logging.getLogger(), logging.getLogger("headrace")]
+    before = [(logger, logger.level, list(logger.handlers)) for logger in loggers]
+    try:
+        yield
+    finally:
+        for logger, level, handlers in before:
+            logger.setLevel(level)
+            logger.handlers[:] = handlers
 
 
 class Headrace:
@@ -22,7 +38,8 @@ class Headrace:
 
     async def run(self, *argv: str, code: int = 0) -> Result:
         """Run a command, which must end with `code`; its loop is one of a thread of its own."""
-        result = await asyncio.to_thread(CliRunner().invoke, command, argv, env=self._env)
+        with logging_kept():
+            result = await asyncio.to_thread(CliRunner().invoke, command, argv, env=self._env)
         assert result.exit_code == code, (result.output, result.exception)
         assert "Traceback" not in result.output
         return result

@@ -18,7 +18,7 @@ from headrace.bus.securing import SecureDirectory
 from headrace.bus.server import discover
 from headrace.cli.options import located, with_flags
 from headrace.cli.progress import Progress
-from headrace.cli.render import console, is_terminal, table
+from headrace.cli.render import console, is_terminal, safe, table
 from headrace.cli.secure import SECURE_DIR
 from headrace.doctor.finding import SEVERITIES, Check, Finding, Severity, counted, has_error, ordered
 from headrace.doctor.gathering import gather
@@ -130,11 +130,14 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 def _print(findings: Iterable[Finding]) -> None:
     every = list(findings)
-    rows = [
-        (Text(each.severity, style=_STYLES[each.severity]), each.id.value, each.found, each.remedy) for each in every
-    ]
+    rows = [(Text(each.severity, style=_STYLES[each.severity]), each.id.value, _told(each)) for each in every]
     out = console()
-    out.print(table("", ("", "check", "found", "what to do"), rows))
+    out.print(table("", ("", "check", "what was found, and → what to do"), rows))
     counts = {severity: sum(each.severity == severity for each in every) for severity in SEVERITIES}
     told = f"{counted(counts['error'], 'error')}, {counted(counts['warning'], 'warning')}, {counts['ok']} ok"
     out.print(Text(f"\n{told}"))
+
+
+def _told(finding: Finding) -> Text:
+    told = Text(safe(finding.found))
+    return told.append(f"\n→ {safe(finding.remedy)}", style="bold") if finding.remedy else told

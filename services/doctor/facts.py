@@ -64,7 +64,10 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BrokerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The server that is connected to. `cluster` is the name of its cluster, if it is in one."""
+    """The server that is connected to. `cluster` is the name of its cluster, if it is in one.
+
+    `num_addresses` are those that it tells clients: one for each node, or more where a node has several.
+    """
 
     url: str
     version: str
@@ -72,6 +75,7 @@ class BrokerFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_payload_bytes: int
     name: str = ""
     cluster: str = ""
+    num_addresses: int = 0
     round_trip_s: float = 0.0
 
 

@@ -94,6 +94,7 @@ def _broker(bus: Bus, round_trip_s: float) -> BrokerFacts:
         max_payload_bytes=int(bus.nc.max_payload),
         name=str(about.get("server_name", "")),
         cluster=str(about.get("cluster", "")),
+        num_addresses=len(set(about.get("connect_urls") or ())),
         round_trip_s=round_trip_s,
     )
 

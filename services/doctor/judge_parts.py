@@ -23,7 +23,9 @@ def judge_parts(facts: Facts) -> Iterator[Finding]:
     for kind, check, severity, otherwise in _NEEDED:
         number = sum(part.name == f"headrace-{kind}" for part in parts)
         if number:
-            yield Finding(id=check, severity="ok", found=f"that answer: {counted(number, kind)}")
+            yield Finding(
+                id=check, severity="ok", found=f"{counted(number, kind)} {'answers' if number == 1 else 'answer'}"
+            )
         else:
             yield Finding(
                 id=check,

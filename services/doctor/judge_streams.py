@@ -105,16 +105,18 @@ def _replicas(facts: Facts) -> Iterator[Finding]:
         for stream in facts.streams
         if stream.info is not None and stream.info.config.get("num_replicas") == 1
     ]
-    if single and len(nodes) >= _NODES_FOR_REPLICAS:
+    num_nodes = max(len(nodes), facts.broker.num_addresses)
+    if single and num_nodes >= _NODES_FOR_REPLICAS:
         yield Finding(
             id=Check.REPLICAS,
             severity="warning",
-            found=f"{len(single)} of {len(infos)} streams are on one node only of {len(nodes)} in the cluster "
-            f"{facts.broker.cluster}: {listed(single)}. A node that is lost takes them along",
+            found=f"{len(single)} of {len(infos)} streams are on one node only of the cluster {facts.broker.cluster} "
+            f"with {num_nodes} addresses, and are lost with it: {listed(single)}",
             remedy="HEADRACE_REPLICAS=3 headrace provision, and HEADRACE_REPLICAS=3 for all parts",
         )
     else:
-        yield Finding(id=Check.REPLICAS, severity="ok", found=f"{len(nodes)} nodes hold the streams")
+        held = f"{counted(len(nodes), 'node')} of the cluster {facts.broker.cluster}"
+        yield Finding(id=Check.REPLICAS, severity="ok", found=f"the streams are on {held}")
 
 
 def _leaders(facts: Facts) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""`headrace doctor` on a cluster: streams on one node only, then a node that is lost."""
+"""`headrace doctor` on a cluster: streams on one node only, then on three, then a node that is lost."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from headrace.errors import BrokerError
 from headrace.settings import Settings
 from tests.commands import Headrace
 from tests.deployment import until
-from tests.faults.cluster import NODES, Cluster
+from tests.faults.cluster import Cluster
 
 
 async def findings(url: str, prefix: str, state_dir: Path, *, replicas: int) -> list[Finding]:
@@ -39,7 +39,7 @@ async def are_current(bus: Bus) -> bool:
 
 
 @pytest.mark.timeout(150)
-async def test_replicas_leaders_and_clocks_of_a_cluster(prefix: str, tmp_path: Path) -> None:
+async def test_replicas_and_leaders_of_a_cluster(prefix: str, tmp_path: Path) -> None:
     settings = Settings(prefix=prefix, state_dir="unused", request_timeout_s=5, retry_for_s=30)
     async with Cluster(tmp_path) as cluster:
         url = cluster.url_of("n1")
@@ -47,7 +47,6 @@ async def test_replicas_leaders_and_clocks_of_a_cluster(prefix: str, tmp_path: P
             await provision(bus, models=("m",))
             found = await findings(url, prefix, tmp_path, replicas=1)
             assert Check.REPLICAS in ids(found, "warning")
-            assert Check.NODE_CLOCKS in ids(found, "ok")
 
             thrice = Bus(bus.nc, msgspec.structs.replace(settings, replicas=3))
             await provision(thrice, models=("m",))
@@ -69,5 +68,4 @@ async def test_replicas_leaders_and_clocks_of_a_cluster(prefix: str, tmp_path: P
                 return any(each.id == Check.STREAM_LEADER and "n3" in each.found for each in found)
 
             await until(is_seen, timeout_s=60)
-            assert {node for node in NODES if node != "n3"}  # two of three serve on
             assert Check.BROKER in ids(found, "ok")

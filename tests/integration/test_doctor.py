@@ -342,7 +342,8 @@ async def test_a_person_is_told_in_a_table_without_colours_where_there_is_no_ter
 ) -> None:
     result = await Headrace(broker.url, prefix, HEADRACE_STATE_DIR=str(tmp_path)).run("doctor", code=1)
     lines = result.stdout.splitlines()
-    assert any(line.split()[:2] == ["error", "router"] and "headrace serve router" in line for line in lines)
+    (at,) = [number for number, line in enumerate(lines) if line.split()[:2] == ["error", "router"]]
+    assert lines[at + 1].strip() == "→ headrace serve router"
     assert "\x1b" not in result.output
     assert result.stderr == ""
     assert lines[-1].startswith("2 errors, ")

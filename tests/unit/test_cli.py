@@ -27,6 +27,7 @@ from headrace.errors import BrokerUnavailableError, ConfigError, HeadraceError
 from headrace.schemas.events import AcceptedBody, Owner, accepted, delta, started
 from headrace.schemas.overview import GoneWorker, Overview, QueueOverview, WorkerOverview
 from headrace.settings import Settings
+from tests.commands import logging_kept
 
 
 def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -415,8 +416,9 @@ async def test_an_answer_that_fails_ends_its_line(text: str, shown: str, capsys:
 # doctor
 
 
-def test_doctor_tells_of_settings_that_cannot_be_used_as_a_finding(tmp_path: Path) -> None:
-    result = run("doctor", "--json", HEADRACE_QUEUE_LIMTI="5")
+def test_doctor_tells_of_settings_that_cannot_be_used_as_a_finding() -> None:
+    with logging_kept():
+        result = run("doctor", "--json", HEADRACE_QUEUE_LIMTI="5")
     (finding,) = json.loads(result.stdout)
     assert (result.exit_code, finding["id"], finding["severity"]) == (1, "settings", "error")
     assert "did you mean HEADRACE_QUEUE_LIMIT?" in finding["found"]
@@ -424,7 +426,8 @@ def test_doctor_tells_of_settings_that_cannot_be_used_as_a_finding(tmp_path: Pat
 
 
 def test_doctor_without_a_broker_says_so_and_goes_on(no_broker: str) -> None:
-    result = run("doctor", "--json", "--state-dir", no_broker)
+    with logging_kept():
+        result = run("doctor", "--json", "--state-dir", no_broker)
     found = {finding["id"]: finding["severity"] for finding in json.loads(result.stdout)}
     assert result.exit_code == 1
     assert found["broker"] == "error"

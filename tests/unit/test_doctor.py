@@ -184,7 +184,7 @@ BROKEN: dict[str, tuple[Facts, Check, str]] = {
             fields={"replicas": (Replica("n2", current=True), Replica("n3", current=True))},
         ),
         Check.REPLICAS,
-        "warning: one node only of 3",
+        "warning: one node only of the cluster C with 3 addresses",
     ),
     "a stranger's consumer": (
         healthy(consumers={MODEL: Known([consumer(), Consumer("theirs")])}),
