@@ -84,6 +84,7 @@ def command() -> None:
       headrace up                         start everything on this machine, with a small model
       headrace ask "What is a headrace?"  ask it, from another terminal
       headrace status                     who works, what waits
+      headrace doctor                     what is wrong, and what to do
 
     \b
     Onwards:

@@ -119,10 +119,7 @@ class WaitingJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a reachable broker and its deployment told. `denied` are subjects that it refused to this credential.
-
-    `waiting` are the oldest queued jobs of each model.
-    """
+    """Everything a reachable broker and its deployment told. `waiting` are the oldest queued jobs of each model."""
 
     settings: Settings
     broker: BrokerFacts
@@ -139,7 +136,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     config: Config = Config()
     waiting: Known[list[WaitingJob]] | Unread
     num_dead: Known[int] | Unread
-    denied: tuple[str, ...] = ()
 
     @property
     def names(self) -> Names:

@@ -80,7 +80,6 @@ async def gather(bus: Bus, *, system_url: str | None, say: Say) -> Facts:
         config=deployment.config,
         waiting=deployment.waiting,
         num_dead=deployment.num_dead,
-        denied=tuple(dict.fromkeys(bus.denials)),
     )
 
 

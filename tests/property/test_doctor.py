@@ -3,7 +3,7 @@
 from typing import Any
 
 import msgspec
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.bus.survey import Account, Beat, Limits, Part, Replica
@@ -152,6 +152,7 @@ def facts(draw: st.DrawFn) -> Facts:
     )
 
 
+@settings(max_examples=50)
 @given(facts())
 def test_whatever_is_known_each_finding_can_be_told(known_facts: Facts) -> None:
     findings = judge(known_facts)
@@ -165,6 +166,7 @@ def test_whatever_is_known_each_finding_can_be_told(known_facts: Facts) -> None:
         assert msgspec.json.decode(msgspec.json.encode(each), type=Finding) == each
 
 
+@settings(max_examples=50)
 @given(facts())
 def test_a_check_that_is_well_is_said_once_and_not_beside_its_trouble(known_facts: Facts) -> None:
     findings = judge(known_facts)
@@ -174,6 +176,7 @@ def test_a_check_that_is_well_is_said_once_and_not_beside_its_trouble(known_fact
     assert {each.id for each in findings if each.severity != "ok"}.isdisjoint(set(well) - in_part)
 
 
+@settings(max_examples=50)
 @given(facts())
 def test_nothing_is_said_of_what_is_not_known(known_facts: Facts) -> None:
     found = {each.id for each in judge(known_facts)}
@@ -190,6 +193,7 @@ def test_nothing_is_said_of_what_is_not_known(known_facts: Facts) -> None:
             assert found.isdisjoint(silent)
 
 
+@settings(max_examples=50)
 @given(facts())
 def test_what_gets_better_adds_no_error(known_facts: Facts) -> None:
     """A worker that comes and serves everything makes no finding worse than there was."""
