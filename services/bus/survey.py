@@ -23,12 +23,14 @@ __all__ = [
     "Limits",
     "Part",
     "Replica",
+    "Server",
     "StreamInfo",
     "ask_parts",
     "list_streams",
     "read_account",
     "read_beats",
     "read_stream",
+    "server_of",
 ]
 
 _PARTS_WITHIN_S: Final = 2.0
@@ -38,6 +40,20 @@ _PING: Final = "$SRV.PING"
 _NOBODY: Final = "503"
 _MAX_PARTS: Final = 10_000
 _MAX_PAGES: Final = 1000
+
+
+class Server(msgspec.Struct, frozen=True, kw_only=True):
+    """The server that is connected to, as it introduced itself. `cluster` is empty where it is in none.
+
+    `num_addresses` are those that it tells clients: one for each node, or more where a node has several.
+    """
+
+    version: str
+    numbers: tuple[int, int]
+    max_payload_bytes: int
+    name: str = ""
+    cluster: str = ""
+    num_addresses: int = 0
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -133,6 +149,20 @@ class Part(msgspec.Struct, frozen=True):
 class _NamesPage(msgspec.Struct, frozen=True):
     total: int = 0
     streams: tuple[str, ...] | None = None
+
+
+def server_of(bus: Bus) -> Server:
+    """What is known without asking."""
+    version = bus.nc.connected_server_version
+    told = bus.nc._server_info
+    return Server(
+        version=str(told.get("version", version)),
+        numbers=(version.major, version.minor),
+        max_payload_bytes=int(bus.nc.max_payload),
+        name=str(told.get("server_name", "")),
+        cluster=str(told.get("cluster", "")),
+        num_addresses=len(set(told.get("connect_urls") or ())),
+    )
 
 
 async def read_account(bus: Bus) -> Account:

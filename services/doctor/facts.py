@@ -8,7 +8,7 @@ import msgspec
 from headrace.bus.configuration import StoredEntry
 from headrace.bus.consumers import Consumer
 from headrace.bus.provision import StreamConfig
-from headrace.bus.survey import Account, Beat, Part, StreamInfo
+from headrace.bus.survey import Account, Beat, Part, Server, StreamInfo
 from headrace.schemas.config import Config
 from headrace.schemas.overview import Overview
 from headrace.schemas.subjects import Names, QueueName
@@ -63,19 +63,10 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     open_secrets: tuple[OpenSecret, ...] = ()
 
 
-class BrokerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The server that is connected to. `cluster` is the name of its cluster, if it is in one.
-
-    `num_addresses` are those that it tells clients: one for each node, or more where a node has several.
-    """
+class BrokerFacts(Server, frozen=True, kw_only=True):
+    """The server that is connected to, where, and how soon it answers."""
 
     url: str
-    version: str
-    numbers: tuple[int, int]
-    max_payload_bytes: int
-    name: str = ""
-    cluster: str = ""
-    num_addresses: int = 0
     round_trip_s: float = 0.0
 
 

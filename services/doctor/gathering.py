@@ -17,7 +17,16 @@ from headrace.bus.disconnects import Disconnect, disconnects
 from headrace.bus.joblog import JobLog
 from headrace.bus.overview import overview
 from headrace.bus.provision import StreamConfig, deployment_streams, jobs_stream
-from headrace.bus.survey import Account, Beat, ask_parts, list_streams, read_account, read_beats, read_stream
+from headrace.bus.survey import (
+    Account,
+    Beat,
+    ask_parts,
+    list_streams,
+    read_account,
+    read_beats,
+    read_stream,
+    server_of,
+)
 from headrace.doctor.facts import BrokerFacts, Facts, Known, StreamFacts, SystemFacts, Unread, WaitingJob, value_of
 from headrace.errors import BrokerDeniedError, BrokerError, BrokerUnavailableError, ConfigError, NotProvisionedError
 from headrace.schemas import subjects
@@ -66,7 +75,7 @@ async def gather(bus: Bus, *, system_url: str | None, say: Say) -> Facts:
     )
     return Facts(
         settings=bus.settings,
-        broker=_broker(bus, round_trip_s),
+        broker=BrokerFacts(url=bus.shown_url, round_trip_s=round_trip_s, **msgspec.structs.asdict(server_of(bus))),
         account=account if account is not None else _NO_JETSTREAM,
         has_jetstream=has_jetstream,
         system=system,
@@ -80,21 +89,6 @@ async def gather(bus: Bus, *, system_url: str | None, say: Say) -> Facts:
         config=deployment.config,
         waiting=deployment.waiting,
         num_dead=deployment.num_dead,
-    )
-
-
-def _broker(bus: Bus, round_trip_s: float) -> BrokerFacts:
-    version = bus.nc.connected_server_version
-    about = bus.nc._server_info
-    return BrokerFacts(
-        url=bus.shown_url,
-        version=str(about.get("version", version)),
-        numbers=(version.major, version.minor),
-        max_payload_bytes=int(bus.nc.max_payload),
-        name=str(about.get("server_name", "")),
-        cluster=str(about.get("cluster", "")),
-        num_addresses=len(set(about.get("connect_urls") or ())),
-        round_trip_s=round_trip_s,
     )
 
 
