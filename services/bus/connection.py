@@ -462,6 +462,8 @@ async def connect(
         is_dropped = any(words in reason.lower() for words in _DROPPED)
         if is_dropped and nc._server_info.get("auth_required"):  # its words are lost where it had not read all of ours
             reason = f"{_UNAUTHORIZED}, as it seems: {reason}"
+        if nc._server_info.get("tls_verify") and settings.nats_tls_cert is None:  # which it may have no time to say
+            reason = f"it asks for a certificate: {reason}"
         with contextlib.suppress(NatsError, OSError, AssertionError):  # it asserts that it has a server to close
             await nc.close()
         raise _why_not(url, settings, reason) from None
@@ -478,7 +480,7 @@ async def connect(
 
 
 def _is_refusal(problems: list[str]) -> bool:
-    return bool(problems) and _UNAUTHORIZED in problems[0].lower()
+    return bool(problems) and (_UNAUTHORIZED in problems[0].lower() or _TLS_TROUBLE.search(problems[0]) is not None)
 
 
 def _why_not(url: str, settings: Settings, reason: str) -> BrokerUnavailableError:
