@@ -11,7 +11,23 @@ from msgspec import Meta
 
 from headrace.schemas.subjects import is_name, is_worker_id, model_to_token, token_to_model
 
-__all__ = ["Device", "FailedGeneration", "GroupName", "HostBeat", "Scale", "Slot", "SlotName", "failed_key", "host_key"]
+__all__ = [
+    "Device",
+    "FailedGeneration",
+    "GroupName",
+    "HostBeat",
+    "ProvenGeneration",
+    "Scale",
+    "Slot",
+    "SlotName",
+    "SlotState",
+    "failed_key",
+    "group_of_failed_key",
+    "group_of_proven_key",
+    "host_key",
+    "host_of_key",
+    "proven_key",
+]
 
 SlotState = Literal["Claimed", "Starting", "Ready", "Draining", "Failed"]
 
@@ -42,6 +58,9 @@ class SlotName(msgspec.Struct, frozen=True, order=True):
     group: GroupName
     generation: str
     index: int
+
+    def __str__(self) -> str:
+        return f"replica {self.index} of {self.group.model} ({self.group.pool}, {self.generation})"
 
     @property
     def key(self) -> str:
@@ -75,14 +94,45 @@ def failed_key(group: GroupName, generation: str) -> str:
     return f"failed.{model_to_token(group.model)}.{group.pool}.{generation}"
 
 
+def proven_key(group: GroupName) -> str:
+    """Key of the generation whose workers came up last."""
+    return f"proven.{model_to_token(group.model)}.{group.pool}"
+
+
+def host_of_key(key: str) -> str | None:
+    """The inverse of `host_key`; None for another key."""
+    match key.split("."):
+        case ["hosts", host] if is_worker_id(host):
+            return host
+    return None
+
+
+def group_of_failed_key(key: str) -> tuple[GroupName, str] | None:
+    """The inverse of `failed_key`; None for another key."""
+    match key.split("."):
+        case ["failed", model, pool, generation] if is_name(pool):
+            group = _named(model, pool)
+            return (group, generation) if group is not None else None
+    return None
+
+
+def group_of_proven_key(key: str) -> GroupName | None:
+    """The inverse of `proven_key`; None for another key."""
+    match key.split("."):
+        case ["proven", model, pool] if is_name(pool):
+            return _named(model, pool)
+    return None
+
+
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
     """A lease: which run (`epoch`) of which host's agent has it, and how far its worker is. `reason` says why it fails.
 
-    `failures` counts the ends of its workers that nobody asked for, in a row.
+    `failures` counts the ends of its workers that nobody asked for, in a row. `device` is whose memory it was promised.
     """
 
     host: str
     epoch: str
+    device: str = ""
     worker: str = ""
     state: SlotState = "Claimed"
     reason: str = ""
@@ -99,7 +149,10 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostBeat(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host agent says of itself, as often as `interval_s`; `is_draining`: it takes nothing more."""
+    """What a host agent says of itself, as often as `interval_s`; `is_draining`: it takes nothing more.
+
+    `reason` says what it would run and no host has room for, or what failed here a moment ago.
+    """
 
     host: str
     epoch: str
@@ -107,6 +160,7 @@ class HostBeat(msgspec.Struct, frozen=True, kw_only=True):
     num_slots: int = 0
     interval_s: float = 0.5
     is_draining: bool = False
+    reason: str = ""
     version: str = ""
 
     def __post_init__(self) -> None:
@@ -116,9 +170,11 @@ class HostBeat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):
-    """How many replicas the autoscaler wants, why, and when it decided: seconds since 1970 by the broker's clock.
+    """How many replicas the autoscaler wants, why, and since when: seconds since 1970 by the broker's clock.
 
-    `idle_since` is when the group was first seen without any work, None while it has some.
+    `idle_since` is when the group was first seen with so little work that one fewer would do, None while it has more,
+    or has no more than its least. `seconds_per_job` and `slots` of a replica are what was measured last, for the time
+    when no replica is there to be asked.
     """
 
     replicas: Annotated[int, Meta(ge=0, le=1000)]
@@ -127,6 +183,8 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     up_at: float = 0.0
     down_at: float = 0.0
     idle_since: float | None = None
+    seconds_per_job: float | None = None
+    slots: float | None = None
 
 
 class FailedGeneration(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,3 +194,9 @@ class FailedGeneration(msgspec.Struct, frozen=True, kw_only=True):
     failures: int
     host: str = ""
     failed_at: float = 0.0
+
+
+class ProvenGeneration(msgspec.Struct, frozen=True, kw_only=True):
+    """The last generation of a group that had a worker ready: its failures say something of a host, not of itself."""
+
+    generation: str

@@ -39,7 +39,7 @@ INBOX: Final = "_INBOX"
 SERVICE_INBOX_PREFIX: Final = "_INBOX._svc"
 """Inboxes of Headrace's own services; never a valid reply of a client."""
 
-Service = Literal["router", "worker", "monitor", "gateway", "operator"]
+Service = Literal["router", "worker", "monitor", "gateway", "host", "operator"]
 """Who connects as one of Headrace's own; `operator` is the command line."""
 
 ROUTER_GROUP: Final = "router"

@@ -15,11 +15,12 @@ import msgspec
 
 from headrace.errors import ConfigError
 from headrace.schemas.subjects import is_prefix, is_worker_id
+from headrace.service_links import is_service_link
 
-__all__ = ["ENV_PREFIX", "Settings", "default_state_dir", "describe", "load"]
+__all__ = ["CONFIG_VARIABLE", "ENV_PREFIX", "Settings", "default_state_dir", "describe", "load"]
 
 ENV_PREFIX: Final = "HEADRACE_"
-_CONFIG_VARIABLE: Final = "HEADRACE_CONFIG"
+CONFIG_VARIABLE: Final = "HEADRACE_CONFIG"
 _ORIGIN: Final = re.compile(r"https?://(?:[a-z0-9.-]+|\[[0-9a-f:]+\])(?::[0-9]{1,5})?")
 _NEAR: Final = 0.75
 """How alike two names must be for the one to be taken for a slip of the other."""
@@ -153,10 +154,10 @@ def load(flags: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] |
     """
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
-    if path := environ.get(_CONFIG_VARIABLE):
+    if path := environ.get(CONFIG_VARIABLE):
         values |= _from_file(Path(path))
     for variable, text in environ.items():
-        if variable.startswith(ENV_PREFIX) and variable != _CONFIG_VARIABLE:
+        if variable.startswith(ENV_PREFIX) and variable != CONFIG_VARIABLE and not _is_link(variable, text, environ):
             values[_key_of(variable)] = _parse(variable, text)
     values |= {key: value for key, value in (flags or {}).items() if value is not None}
     return _convert(values)
@@ -170,6 +171,11 @@ def describe() -> list[tuple[str, str, str]]:
         value = getattr(defaults, field.encode_name)
         rows.append((ENV_PREFIX + field.name.upper(), "" if value is None else str(value), _allowed(field.name)))
     return rows
+
+
+def _is_link(variable: str, text: str, environ: Mapping[str, str]) -> bool:
+    is_setting = variable.removeprefix(ENV_PREFIX).lower() in Settings.__struct_fields__
+    return is_service_link(variable, text, environ, is_setting=is_setting)
 
 
 def _key_of(variable: str) -> str:
@@ -198,7 +204,7 @@ def _from_file(path: Path) -> dict[str, Any]:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{_CONFIG_VARIABLE}: cannot read {path}: {error.strerror}") from None
+        raise ConfigError(f"{CONFIG_VARIABLE}: cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
     for key in values:

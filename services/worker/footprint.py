@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any, Final
 
+from headrace.hardware.gpu import process_memory
+from headrace.hardware.memory import read_host_memory
 from headrace.worker.engines.base import MemoryUse
 from headrace.worker.engines.processes import descendants
-from headrace.worker.gpu import process_memory
-from headrace.worker.memory import read_host_memory
 
 __all__ = ["anonymous_bytes", "memory_of"]
 

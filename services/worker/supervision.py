@@ -130,7 +130,7 @@ class Supervisor:
 
     async def _replace_failed(self, reason: EngineFailure, why: str) -> None:
         self._say("Failed", why)
-        self._gate.pause()
+        self._gate.pause("engine")
         for execution in self._held.executions():
             execution.stop(reason)
         await self._start_again()
@@ -145,7 +145,7 @@ class Supervisor:
         log.error("the worker is taken out: %s", illness.reason)
         if illness.ailment == "probe":  # it answers nothing, so nothing is gained by waiting
             self._say("Failed", illness.reason)
-            self._gate.pause()
+            self._gate.pause("engine")
             for execution in self._held.executions():
                 execution.stop("engine_died")
         else:
@@ -167,7 +167,7 @@ class Supervisor:
     async def _drain(self, why: str) -> None:
         """Take nothing more, finish what fits in the grace period, and hand the rest back, which is no fault of it."""
         self._say("Draining", why)
-        self._gate.pause()
+        self._gate.pause("engine")
         grace = Backoff(first_s=_LOOK_S, max_s=_LOOK_S, for_s=self._grace_s)
         settling = Backoff(first_s=_LOOK_S, max_s=_LOOK_S, for_s=self._grace_s + _SETTLE_S)
         while self._gate.room.num_running and not settling.is_over:
@@ -193,7 +193,7 @@ class Supervisor:
         self.engine_run += 1
         self._wellbeing.start_anew(self.engine_run)
         self._gate.marks.note_silence(0.0)
-        self._gate.resume()
+        self._gate.resume("engine")
         self._say("Ready")
 
     async def watch(self) -> None:

@@ -7,11 +7,13 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
 import pytest_asyncio
 
+from headrace import metrics
 from headrace.bus.overview import overview
 from headrace.gateway import answers, lifecycle, protocol
 from tests.deployment import MODEL, Deployment, Gateway, deployment, sim, until
@@ -389,6 +391,29 @@ async def test_a_client_that_leaves_ends_its_job(running: Deployment, http: Http
     await until(lambda: is_state(running, "left", "cancelled"))
     await until(lambda: aborted(engine))
     assert asyncio.get_running_loop().time() - began < 2.0
+
+
+async def test_who_leaves_before_the_answer_is_counted_apart(running: Deployment, http: Http) -> None:
+    def counted() -> dict[str, float]:
+        return {sample.labels["status"]: sample.value for sample in metrics.HTTP_REQUESTS.samples()}
+
+    async def is_open() -> bool:
+        return any(sample.value for sample in metrics.HTTP_OPEN.samples())
+
+    async def are_counted(number: float) -> bool:
+        return counted().get("499", 0.0) == before.get("499", 0.0) + number
+
+    before = counted()
+    engine = sim(default_tokens=4000, tokens_per_second=20)
+    await running.worker(engine)
+    await leave_after_begin(http, engine, is_streaming=False)
+    await until(lambda: are_counted(1))
+    _, writer = await asyncio.open_connection(*urlsplit(http.gateway.url).netloc.split(":"))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+    await until(is_open)
+    writer.close()
+    await until(lambda: are_counted(2))
+    assert {**counted(), "499": 0.0} == {**before, "499": 0.0}
 
 
 async def leave_after_begin(http: Http, engine: Any, *, is_streaming: bool) -> None:

@@ -7,11 +7,11 @@ import pynvml
 import pytest
 
 from headrace.errors import EngineError
+from headrace.hardware.gpu import process_memory
 from headrace.worker.engines.base import MemoryUse
 from headrace.worker.engines.sim import SimEngine
 from headrace.worker.engines.sim_script import SimOptions
 from headrace.worker.footprint import anonymous_bytes, memory_of
-from headrace.worker.gpu import process_memory
 from headrace.worker.held import HeldSet
 from headrace.worker.memorywatch import MemoryWatch
 from headrace.worker.wellbeing import Wellbeing

@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from headrace.errors import EngineError, EngineStartError
-from headrace.worker.memory import Memory, read_host_memory
+from headrace.hardware.memory import Memory, read_host_memory
 
 __all__ = ["Gpu", "GpuProbe", "find_gpu", "list_gpus", "process_memory", "visible_gpus"]
 
