@@ -143,7 +143,7 @@ async def test_it_writes_nothing(bus: Bus, doctor: Doctor) -> None:
 async def test_nothing_provisioned(broker: BrokerInfo, prefix: str, doctor: Doctor) -> None:
     found = await doctor.finding(Check.PROVISIONED, "error")
     assert found.remedy == "headrace provision"
-    assert "8 of 8" in found.found
+    assert "9 of 9" in found.found
     assert Check.UNANSWERED not in {each.id for each in await doctor.findings(code=1)}
     async with connect(broker.url, Settings(prefix=prefix, state_dir="unused"), name="test") as bus:
         assert await contents(bus) == {}

@@ -16,6 +16,7 @@ from openai.types import Batch
 
 from headrace.batch import Files
 from headrace.bus.batches import BatchRecords
+from headrace.bus.provision import ensure_jobs_stream
 from headrace.errors import ObjectGoneError
 from headrace.schemas.batches import BatchRecord
 from headrace.schemas.subjects import DEFAULT_TENANT
@@ -363,6 +364,7 @@ async def test_what_is_made_at_once_at_two_gateways_does_not_exceed_the_limits(b
         deployment(broker_url, prefix, file_limit=3, batch_limit=2) as running,
         contextlib.AsyncExitStack() as stack,
     ):
+        await ensure_jobs_stream(running.bus, MODEL)  # without a worker: no batch ends meanwhile and makes room
         clients = []
         for _ in range(2):
             gateway = await running.gateway()

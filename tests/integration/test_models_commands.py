@@ -15,7 +15,9 @@ from headrace.bus.keyvalue import Bucket
 from headrace.bus.overview import list_models
 from headrace.bus.provision import ensure_jobs_stream
 from headrace.cli import rollout
+from headrace.cli.entries import write_entry
 from headrace.schemas.config import ModelConfig
+from headrace.schemas.config_text import key_of
 from headrace.schemas.instances import (
     FailedGeneration,
     GroupName,
@@ -231,7 +233,10 @@ async def test_waiting_for_what_somebody_else_changed_ends(
         return bool((await read_config(bus)).model("n").instances)
 
     await until(is_declared)
-    await headrace.run("models", "restart", "n")
+    group = msgspec.structs.replace(await group_of(bus), restarts=1)
+    key = key_of("models", "n")
+    revision = (await read_entries(bus))[key].revision
+    await write_entry(bus, key, ModelConfig(instances=(group,)), expected_revision=revision)
     assert "somebody else changed" in (await waiting).stderr
 
 
