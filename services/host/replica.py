@@ -144,11 +144,10 @@ class Replica:
         order = Order(
             worker=self.worker, model=self.name.group.model, group=self._claim.group, device=self._claim.device
         )
-        child = self._launch(order)
-        code: int | None = None
         try:
+            child = self._launch(order)
             code = await self._until_ended(child)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # no memory, too many words, a word that no program can be given
             self._note_failure(f"it cannot be started: {error}")
         else:
             self._note_end(code, child.tail())

@@ -71,7 +71,7 @@ def test_the_agents_own_flags_come_last() -> None:
     words = command_of(order("gpu"), log_format="json")
     assert words[words.index("serve") :] == [
         "serve", "worker", "-o", "seed=1", "--model", "other",
-        "--engine", "sim", "--model", "org/m-1", "--pool", "gold", "--worker-id", "h-1-1", "--log-format", "json",
+        "--engine", "sim", "--model=org/m-1", "--pool=gold", "--worker-id=h-1-1", "--log-format", "json",
     ]  # fmt: skip
 
 
