@@ -156,6 +156,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """The pool's configuration; the defaults for one that is not configured."""
         return next((pool for pool in self.pools if pool.name == name), PoolConfig(name=name))
 
+    def comes_up_for(self, pool: str) -> bool:
+        """Whether the number of replicas of a pool may be 0 and rises from there when a request waits."""
+        bounds = (group.autoscale for group in self.instances if group.pool == pool)
+        return any(each is not None and each.min_replicas == 0 for each in bounds)
+
     def servers_of(self, pool: str) -> frozenset[str]:
         """Pools whose workers may run a request of `pool`: itself and those that lend to it."""
         return frozenset({pool, *(other.name for other in self.pools if pool in other.lends_to)})

@@ -170,9 +170,11 @@ class HostBeat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):
-    """How many replicas the autoscaler wants, why, and when it decided: seconds since 1970 by the broker's clock.
+    """How many replicas the autoscaler wants, why, and since when: seconds since 1970 by the broker's clock.
 
-    `idle_since` is when the group was first seen without any work, None while it has some.
+    `idle_since` is when the group was first seen with so little work that one fewer would do, None while it has more,
+    or has no more than its least. `seconds_per_job` and `slots` of a replica are what was measured last, for the time
+    when no replica is there to be asked.
     """
 
     replicas: Annotated[int, Meta(ge=0, le=1000)]
@@ -181,6 +183,8 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     up_at: float = 0.0
     down_at: float = 0.0
     idle_since: float | None = None
+    seconds_per_job: float | None = None
+    slots: float | None = None
 
 
 class FailedGeneration(msgspec.Struct, frozen=True, kw_only=True):

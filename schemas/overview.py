@@ -53,7 +53,8 @@ class QueueOverview(msgspec.Struct, frozen=True, kw_only=True):
     """One queue of a model. `queued` wait; `running` were handed to a worker and are not settled.
 
     `oldest_age_s` is how long the oldest queued request has waited, None where none waits. A request sent now would
-    have `position` others before it and wait `eta_s` seconds, None where no worker has measured anything yet.
+    have `position` others before it and wait `eta_s` seconds, None where no worker has measured anything yet, and while
+    the model is `paused`.
     """
 
     model: str
@@ -65,6 +66,7 @@ class QueueOverview(msgspec.Struct, frozen=True, kw_only=True):
     oldest_age_s: float | None = None
     position: int = 0
     eta_s: float | None = None
+    paused: bool = False
 
 
 class GoneWorker(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,10 +20,12 @@ __all__ = [
     "HTTP_OPEN",
     "HTTP_REQUESTS",
     "INTER_TOKEN_S",
+    "METRICS_DROPPED",
     "QUEUE_WAIT_S",
     "REPLICA_FAILURES",
     "REQUESTS_ACCEPTED",
     "REQUESTS_REFUSED",
+    "SCALINGS",
     "TOKENS",
     "TTFT_S",
     "Bounded",
@@ -145,12 +147,16 @@ FAILOVER_S: Final = _Histogram(
 REPLICA_FAILURES: Final = _Counter(
     "headrace_replica_failures", "Workers of host agents that ended, or did not come up, unasked.", ("model",)
 )
+SCALINGS: Final = _Counter(
+    "headrace_scale_decisions", "Changes of the number of replicas.", ("model", "pool", "direction")
+)
 HTTP_REQUESTS: Final = _Counter("headrace_http_requests", "HTTP answers begun.", ("status",))
+METRICS_DROPPED: Final = _Counter("headrace_metrics_dropped", "Of parts' answers to a scrape, not shown.", ("kind",))
 HTTP_OPEN: Final = _Open("headrace_http_open_requests", "HTTP requests being answered.")
 
 _ALL: Final = (
     REQUESTS_ACCEPTED, REQUESTS_REFUSED, QUEUE_WAIT_S, TTFT_S, INTER_TOKEN_S, TOKENS, ATTEMPTS, EVICTIONS, HANDED_OVER,
-    FAILOVER_S, REPLICA_FAILURES, HTTP_REQUESTS, HTTP_OPEN,
+    FAILOVER_S, REPLICA_FAILURES, SCALINGS, HTTP_REQUESTS, HTTP_OPEN, METRICS_DROPPED,
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from headrace.errors import ConfigError
 from headrace.schemas.subjects import is_prefix, is_worker_id
+from headrace.service_links import is_service_link
 
 __all__ = ["ENV_PREFIX", "Settings", "default_state_dir", "describe", "load"]
 
@@ -152,7 +153,7 @@ def load(flags: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] |
     if path := environ.get(_CONFIG_VARIABLE):
         values |= _from_file(Path(path))
     for variable, text in environ.items():
-        if variable.startswith(ENV_PREFIX) and variable != _CONFIG_VARIABLE:
+        if variable.startswith(ENV_PREFIX) and variable != _CONFIG_VARIABLE and not _is_link(variable, text, environ):
             values[_key_of(variable)] = _parse(variable, text)
     values |= {key: value for key, value in (flags or {}).items() if value is not None}
     return _convert(values)
@@ -166,6 +167,11 @@ def describe() -> list[tuple[str, str, str]]:
         value = getattr(defaults, field.encode_name)
         rows.append((ENV_PREFIX + field.name.upper(), "" if value is None else str(value), _allowed(field.name)))
     return rows
+
+
+def _is_link(variable: str, text: str, environ: Mapping[str, str]) -> bool:
+    is_setting = variable.removeprefix(ENV_PREFIX).lower() in Settings.__struct_fields__
+    return is_service_link(variable, text, environ, is_setting=is_setting)
 
 
 def _key_of(variable: str) -> str:

@@ -62,8 +62,8 @@ _HEADER_ROOM_BYTES: Final = 16_384
 
 _LOST_RACE: Final = frozenset({ERR_WRONG_LAST_SEQUENCE, ERR_WRONG_LAST_SEQUENCE_CONSTANT})
 _RECONNECT_WAIT_S: Final = 0.2
-_SILENT_S: Final = 4.0
-"""How long to wait for a broker without a word."""
+_SILENT_S: Final = 0.8
+"""How long to wait for a broker without a word; one that is there answers much sooner."""
 _PING_INTERVAL_S: Final = 5
 _CLOCK_EVERY_S: Final = 60.0
 _MAX_DENIALS: Final = 32
@@ -413,7 +413,8 @@ async def connect(
             log.warning("lost the connection to the broker; reconnecting")
 
     def on_long_wait() -> None:
-        log.warning("no NATS server answers at %s yet; trying for %g s", _without_secrets(url), settings.retry_for_s)
+        shown, reason = _without_secrets(url), problems[0] if problems else "no answer"
+        log.warning("no NATS server answers at %s yet: %s; trying for %g s", shown, reason, settings.retry_for_s)
 
     nc = SteadyClient()
     waiting = asyncio.get_running_loop().call_later(_SILENT_S, on_long_wait)

@@ -159,8 +159,9 @@ def _with_position(queues: list[QueueOverview], beats: list[Heartbeat], config: 
     for each, queue in zip(queues, waiting, strict=True):
         pools = config.model(each.model).servers_of(each.pool)
         place = position(waiting, queue, num_ahead=each.queued, weights=weights)
-        wait_s = eta_s(place, [beat for beat in beats if beat.pool in pools])
-        placed.append(msgspec.structs.replace(each, position=place, eta_s=wait_s))
+        is_paused = config.model(each.model).paused
+        wait_s = eta_s(place, [beat for beat in beats if beat.pool in pools], is_paused=is_paused)
+        placed.append(msgspec.structs.replace(each, position=place, eta_s=wait_s, paused=is_paused))
     return placed
 
 

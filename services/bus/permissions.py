@@ -141,7 +141,7 @@ def worker(names: Names, worker: str, model: str, pools: Iterable[str] = (DEFAUL
 
 
 def monitor(names: Names) -> Permissions:
-    """Evicts, hands over, ends what is overdue, tidies the log."""
+    """Evicts, hands over, ends what is overdue, tidies the log, decides how many replicas there shall be."""
     return Permissions(
         publish=(
             *_look_at_deployment(names),
@@ -158,6 +158,7 @@ def monitor(names: Names) -> Permissions:
             *_read_keys(names.config_bucket, names.workers_bucket),
             "$JS.ACK.>",
             f"$KV.{names.workers_bucket}.*",
+            f"$KV.{names.instances_bucket}.scale.*.*",
             *_append(names),
             f"{names.prefix}.dead.*.*.*",
             f"{names.prefix}.jobs.*.*.*.*",

@@ -106,7 +106,7 @@ def _queues(now: Overview) -> Table:
             str(each.queued),
             str(each.running),
             duration(each.oldest_age_s),
-            duration(each.eta_s),
+            "paused" if each.paused else duration(each.eta_s),
         )
         for each in now.queues
     ]

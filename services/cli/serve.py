@@ -16,6 +16,7 @@ from headrace.errors import ConfigError
 from headrace.schemas.subjects import DEFAULT_POOL, is_model_name, is_name, is_worker_id
 from headrace.settings import Settings
 from headrace.worker.engines.factory import ENGINES, make_engine
+from headrace.worker.memory import shared_folder
 
 __all__ = ["DEFAULT_MODEL", "serve"]
 
@@ -124,8 +125,9 @@ def worker(
         "max_concurrency": max_concurrency,
         **memory,
     }
-    built = make_engine(engine, model, {**_as_options(derived), **options})
     identity = _checked_id(worker_id or settings.worker_id or f"{engine}-{secrets.token_hex(3)}")
+    told = {**_as_options(derived), **options}
+    built = make_engine(engine, model, told, worker=identity, shared_folder=shared_folder(settings.state_dir))
     wanted = WorkerOptions(
         worker=identity, model=model, pool=pool, max_concurrency=max_concurrency, kv_tokens=kv_tokens
     )

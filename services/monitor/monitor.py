@@ -15,6 +15,7 @@ from headrace.bus.provision import ensure_provisioned
 from headrace.bus.services import Endpoint, IncomingRequest, answering, refuse, reply_with
 from headrace.errors import BrokerError, BrokerUnavailableError
 from headrace.lifecycle import unless_stopped, wait_first
+from headrace.monitor.autoscaler import Autoscaler
 from headrace.monitor.changes import Change, changes_between, live_beats
 from headrace.monitor.deadlines import Deadlines
 from headrace.monitor.guard import Guard
@@ -45,14 +46,15 @@ async def run_monitor(bus: Bus, *, stop: asyncio.Event, has_http: bool = False) 
         return
     monitor = _Monitor(bus)
     view = WorkersView(bus)
+    autoscaler = Autoscaler(bus, view)
     endpoint = Endpoint(name="state", subject=bus.names.monitor_state(), handler=monitor.answer)
     bus.on_reconnect.append(monitor.on_reconnect)
     try:
         async with (
             view.running(),
             answering(bus, SERVICE_NAME, [endpoint], description="Watches Headrace's workers"),
-            _answering_http(bus, view) if has_http else contextlib.nullcontext(),
-            _guarding(bus, view),
+            _answering_http(bus, view, autoscaler) if has_http else contextlib.nullcontext(),
+            _guarding(bus, view, autoscaler),
             Deadlines(bus).running(),
             tidying(bus),
         ):
@@ -70,13 +72,14 @@ async def run_monitor(bus: Bus, *, stop: asyncio.Event, has_http: bool = False) 
 
 
 @contextlib.asynccontextmanager
-async def _guarding(bus: Bus, view: WorkersView) -> AsyncIterator[None]:
-    """Evict and hand over inside this context."""
+async def _guarding(bus: Bus, view: WorkersView, autoscaler: Autoscaler) -> AsyncIterator[None]:
+    """Evict, hand over and scale inside this context."""
     guard = Guard(bus, view)
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(guard.run(), name="guard"),
             group.create_task(remove_orphans_for_ever(bus), name="orphaned deliveries"),
+            group.create_task(autoscaler.run(), name="autoscaler"),
         ]
         if (system_url := bus.settings.system_url) is not None:
             tasks.append(group.create_task(guard.listen(system_url), name="disconnect notices"))
@@ -87,11 +90,13 @@ async def _guarding(bus: Bus, view: WorkersView) -> AsyncIterator[None]:
                 task.cancel()
 
 
-def _answering_http(bus: Bus, view: WorkersView) -> contextlib.AbstractAsyncContextManager[None]:
+def _answering_http(
+    bus: Bus, view: WorkersView, autoscaler: Autoscaler
+) -> contextlib.AbstractAsyncContextManager[None]:
     from headrace.monitor.exposition import Exposition
     from headrace.monitor.http import answering_http
 
-    return answering_http(bus, Exposition(bus, view))
+    return answering_http(bus, Exposition(bus, view, lambda: autoscaler.wanted))
 
 
 class _Monitor:

@@ -56,6 +56,17 @@ class PullWorker:
         self._has_room: bool | None = None  # None: to be found out
         self._is_fetching = False
         self._is_behind = False
+        self.is_draining = False
+
+    @property
+    def num_held(self) -> int:
+        """Requests fetched that do not fit yet."""
+        return len(self._held)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has nothing to do and nothing on its way."""
+        return not self._held and not self._num_running and not self._is_fetching
 
     @property
     def room(self) -> Room:
@@ -89,6 +100,13 @@ class PullWorker:
         self._is_fetching = True
         names = order(self._queues.views(self._clock.now_s), self._shares, ageing_s=self._options.ageing_s)
         self._clock.after(self._options.dispatch_s / 2, lambda: self._fetched(names))
+
+    def drain(self) -> None:
+        """Fetch nothing more, and hand back what is held."""
+        self.is_draining = True
+        held, self._held = self._held, []
+        for request in held:
+            self._give_back(request, None)
 
     def look(self) -> None:
         """A round without a wake: at once if what it fetched last had waited, else as if woken and not named.
@@ -131,6 +149,8 @@ class PullWorker:
         self.look()
 
     def _can_hold(self) -> bool:
+        if self.is_draining:
+            return False
         if self._has_room is None or self._held:  # those that are held age
             tokens = fetchable_tokens(
                 self.room, self._waiters(), ageing_s=self._options.ageing_s, max_waiters=self._options.max_held
@@ -140,7 +160,7 @@ class PullWorker:
 
     def _fetched(self, names: Sequence[QueueName]) -> None:
         self._is_fetching = False
-        for name in names:
+        for name in () if self.is_draining else names:
             index = 0 if self._ahead is None else self._look_ahead(self._ahead, name)
             if index is None:
                 continue

@@ -1,14 +1,26 @@
 """Memory that an engine computes in: the machine's, or what the engine itself says is left."""
 
+import contextlib
 import time
+from pathlib import Path
 from typing import Final, Protocol
 
 from headrace.errors import EngineError
 from headrace.hardware.memory import MEMINFO, Memory, read_host_memory
 from headrace.worker.engines.base import Engine
 
-__all__ = ["EngineProbe", "HostMemory", "HostProbe", "Memory", "MemoryProbe", "read_host_memory"]
+__all__ = [
+    "EngineProbe",
+    "HostMemory",
+    "HostProbe",
+    "Memory",
+    "MemoryProbe",
+    "read_host_memory",
+    "shared_by",
+    "shared_folder",
+]
 
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _FRESH_FOR_S: Final = 0.4
 
 
@@ -60,3 +72,17 @@ class HostMemory:
         if now - self._read_at >= _FRESH_FOR_S:
             self._memory, self._read_at = read_host_memory(), now
         return self._memory
+
+
+def shared_folder(state_dir: str) -> Path:
+    """Where the workers with this state directory share the memory of devices."""
+    return Path(state_dir) / "memory"
+
+
+def shared_by(folder: Path, memory: Memory) -> Path:
+    """Where the workers that share this memory keep their table: by the GPU's UUID, or by the machine's present run."""
+    if memory.source == "gpu" and memory.gpu is not None:
+        return folder / memory.gpu
+    with contextlib.suppress(OSError):
+        return folder / f"host-{_BOOT_ID.read_text().strip()}"
+    return folder / "host"

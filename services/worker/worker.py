@@ -7,7 +7,6 @@ import os
 import socket
 import time
 import uuid
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -33,7 +32,9 @@ from headrace.worker.gate import Gate
 from headrace.worker.handling import Handler
 from headrace.worker.held import HeldSet
 from headrace.worker.ledger import Ledger
+from headrace.worker.memory import shared_folder
 from headrace.worker.neighbours import Neighbours
+from headrace.worker.pause import Pause
 from headrace.worker.puller import Puller
 from headrace.worker.pulse import Pulse
 from headrace.worker.tokenizing import tokenize_endpoint
@@ -112,10 +113,11 @@ class Worker:
             self._held,
             told_tokens=options.kv_tokens,
             name=options.worker,
-            shared_folder=Path(self._settings.state_dir) / "memory",
+            shared_folder=shared_folder(self._settings.state_dir),
         )
         self._view = ConfigView(bus)
         self._gate = Gate(self._ledger, ageing_s=self._settings.ageing_s, on_change=self._room_changed)
+        self._pause = Pause(self._view, options.model, self._gate)
         self._served = RecentPrefixes()
         self._queue = JobQueue(bus, options.model, on_late=self._on_late)
         self._log = JobLog(bus)
@@ -218,7 +220,8 @@ class Worker:
                     metadata=metadata,
                 ),
             ):
-                self._set_state("Ready")
+                self._set_state("Ready", self._pause.look())
+                pausing = group.create_task(self._pause.follow(changed=self._room_changed), name="pause")
                 pulling = group.create_task(self._puller.run(), name="pull")
                 facts = self._engine.facts
                 log.info("worker %s is ready: engine %s %s", self._options.worker, facts.name, facts.version)
@@ -228,6 +231,7 @@ class Worker:
                 if self._bus.closed.is_set():
                     raise BrokerUnavailableError("the connection to the broker was closed for good")
                 await self._drain(pulling)
+                pausing.cancel()
         finally:
             supervising.cancel()
             if not self._bus.nc.is_closed:
@@ -269,7 +273,7 @@ class Worker:
 
     def _startable_tokens(self) -> int:
         """The same whether or not our beats come through, for the beat itself."""
-        if not self._is_up() or self._held.num_kept_back >= _MAX_KEPT_BACK:
+        if not self._is_up() or not self._pause.may_start or self._held.num_kept_back >= _MAX_KEPT_BACK:
             return 0
         return fetchable_tokens(
             self._promised_room(), self._gate.waiters, ageing_s=self._settings.ageing_s, max_waiters=_MAX_WAITERS
@@ -327,7 +331,7 @@ class Worker:
 
     def _room_changed(self) -> None:
         if self._is_up():
-            self._set_state("Ready" if self._has_slots() else "Busy", self._gate.marks.reason)
+            self._set_state("Ready" if self._has_slots() else "Busy", self._pause.reason or self._gate.marks.reason)
         if self._startable_tokens() != self._told_tokens:
             self._heart.changed()
         self._puller.look()
@@ -459,7 +463,7 @@ class Worker:
     async def _restart_engine(self, reason: EngineFailure, why: str) -> None:
         self._set_state("Failed", why)
         self._puller.look()
-        self._gate.pause()
+        self._gate.pause("engine")
         for execution in self._held.executions():
             execution.stop(reason)
         await self._engine.stop()
@@ -477,8 +481,8 @@ class Worker:
             break
         self._engine_run += 1
         self._gate.marks.note_silence(0.0)
-        self._gate.resume()
-        self._set_state("Ready")
+        self._gate.resume("engine")
+        self._set_state("Ready", self._pause.reason)
         self._puller.look()
 
     async def _watch_for_ever(self) -> None:

@@ -299,7 +299,7 @@ def test_status_and_cancel_on_the_wire() -> None:
     status = JobStatus(job="j1", state="running", attempt=2, num_tokens=5, worker="w-1")
     assert msgspec.json.encode(status) == (
         b'{"job":"j1","state":"running","attempt":2,"num_tokens":5,"worker":"w-1","position":null,"eta_s":null,'
-        b'"error":null}'
+        b'"error":null,"paused":false}'
     )
     assert msgspec.json.decode(b'{"sequence":4}', type=CancelRequest) == CancelRequest(sequence=4)
     assert msgspec.json.decode(b"{}", type=CancelRequest) == CancelRequest()

@@ -7,12 +7,15 @@ import socket
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 
 import headrace.client
+from headrace.bus.connection import Message
 from headrace.cli.http import answers, free_port
 from headrace.errors import HeadraceError, RequestError
 from headrace.lifecycle import ChildProcess
+from headrace.schemas.metrics import Family, Measured, Sample
 from headrace.settings import Settings
 from tests.deployment import MODEL, Deployment, deployment, sim, until
 from tests.processes import part, serving
@@ -72,6 +75,46 @@ async def test_every_part_is_at_the_monitor(broker_url: str, prefix: str, tmp_pa
     assert seen.total("headrace_queue_depth", model="org/m-3.1") == 0
     assert "canary-7f3" not in seen.text
     assert "nobody-knows" not in seen.text
+
+
+async def test_a_forged_answer_leaves_the_scrape_small_and_is_counted(broker_url: str, prefix: str) -> None:
+    port = a_port()
+    async with deployment(broker_url, prefix, monitor_port=port) as running:
+        await running.monitor()
+        await listening(port)
+        sample = Sample("headrace_forged_total", {}, 1.0)
+        answers_of_one = [b"no answer"] + [
+            msgspec.json.encode(
+                Measured(
+                    service="router",
+                    process=f"forged-{number}",
+                    origin=f"forged-{number}",
+                    families=(Family("headrace_forged", "counter", "", (sample,) * number),),
+                )
+            )
+            for number in (1, 5_000, 30_000)
+        ]
+
+        async def forge(message: Message) -> None:
+            for data in answers_of_one:
+                await running.bus.publish(message.reply, data)
+
+        forging = await running.bus.subscribe(running.bus.names.metrics(), cb=forge)
+        await running.bus.flush()
+        before = await scrape(port)
+        after = await scrape(port)
+        await forging.unsubscribe()
+    for seen in (before, after):
+        assert len(seen.text) < 100_000
+        assert seen.values("process") > {"forged-1"}
+        assert "forged-5000" not in seen.text
+
+    def counted(seen: Scrape, kind: str) -> float:
+        return seen.total("headrace_metrics_dropped_total", kind=kind)
+
+    assert counted(after, "answer") >= counted(before, "answer") + 2
+    assert counted(after, "series") >= counted(before, "series") + 5_000
+    assert counted(after, "family") >= counted(before, "family") + 1
 
 
 async def one_of_each(running: Deployment, number: int) -> None:
