@@ -144,11 +144,11 @@ FAILOVER_S: Final = _Histogram(
     "From the decision that a worker is dead to the hand-over of the last request it held.",
     bounds=_SHORT_S,
 )
-REPLICA_FAILURES: Final = _Counter(
-    "headrace_replica_failures", "Workers of host agents that ended, or did not come up, unasked.", ("model",)
-)
 SCALINGS: Final = _Counter(
     "headrace_scale_decisions", "Changes of the number of replicas.", ("model", "pool", "direction")
+)
+REPLICA_FAILURES: Final = _Counter(
+    "headrace_replica_failures", "Workers of host agents that ended, or did not come up, unasked.", ("model",)
 )
 HTTP_REQUESTS: Final = _Counter("headrace_http_requests", "HTTP answers begun.", ("status",))
 METRICS_DROPPED: Final = _Counter("headrace_metrics_dropped", "Of parts' answers to a scrape, not shown.", ("kind",))
@@ -156,7 +156,7 @@ HTTP_OPEN: Final = _Open("headrace_http_open_requests", "HTTP requests being ans
 
 _ALL: Final = (
     REQUESTS_ACCEPTED, REQUESTS_REFUSED, QUEUE_WAIT_S, TTFT_S, INTER_TOKEN_S, TOKENS, ATTEMPTS, EVICTIONS, HANDED_OVER,
-    FAILOVER_S, REPLICA_FAILURES, SCALINGS, HTTP_REQUESTS, HTTP_OPEN, METRICS_DROPPED,
+    FAILOVER_S, SCALINGS, REPLICA_FAILURES, HTTP_REQUESTS, HTTP_OPEN, METRICS_DROPPED,
 )  # fmt: skip
 
 

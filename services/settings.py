@@ -17,10 +17,10 @@ from headrace.errors import ConfigError
 from headrace.schemas.subjects import is_prefix, is_worker_id
 from headrace.service_links import is_service_link
 
-__all__ = ["ENV_PREFIX", "Settings", "default_state_dir", "describe", "load"]
+__all__ = ["CONFIG_VARIABLE", "ENV_PREFIX", "Settings", "default_state_dir", "describe", "load"]
 
 ENV_PREFIX: Final = "HEADRACE_"
-_CONFIG_VARIABLE: Final = "HEADRACE_CONFIG"
+CONFIG_VARIABLE: Final = "HEADRACE_CONFIG"
 _ORIGIN: Final = re.compile(r"https?://(?:[a-z0-9.-]+|\[[0-9a-f:]+\])(?::[0-9]{1,5})?")
 _NEAR: Final = 0.75
 """How alike two names must be for the one to be taken for a slip of the other."""
@@ -150,10 +150,10 @@ def load(flags: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] |
     """
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
-    if path := environ.get(_CONFIG_VARIABLE):
+    if path := environ.get(CONFIG_VARIABLE):
         values |= _from_file(Path(path))
     for variable, text in environ.items():
-        if variable.startswith(ENV_PREFIX) and variable != _CONFIG_VARIABLE and not _is_link(variable, text, environ):
+        if variable.startswith(ENV_PREFIX) and variable != CONFIG_VARIABLE and not _is_link(variable, text, environ):
             values[_key_of(variable)] = _parse(variable, text)
     values |= {key: value for key, value in (flags or {}).items() if value is not None}
     return _convert(values)
@@ -200,7 +200,7 @@ def _from_file(path: Path) -> dict[str, Any]:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{_CONFIG_VARIABLE}: cannot read {path}: {error.strerror}") from None
+        raise ConfigError(f"{CONFIG_VARIABLE}: cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
     for key in values:

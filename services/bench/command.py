@@ -10,6 +10,7 @@ from headrace.bench.ground import measure
 from headrace.bench.httpedge import measure_http, shown_http
 from headrace.bench.httpload import StreamPlan
 from headrace.bench.overhead import OverheadPlan, measure_overhead, shown_overhead
+from headrace.bench.promisescommand import promises_command
 from headrace.bench.relay import measure_relay, shown_relay
 from headrace.bench.scaling import scaling_command
 from headrace.bench.simulate import simulate_command
@@ -192,6 +193,7 @@ def overhead(
     _show(result, shown_overhead(result), as_json=as_json)
 
 
+bench.add_command(promises_command)
 bench.add_command(simulate_command)
 bench.add_command(scaling_command)
 

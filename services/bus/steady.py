@@ -80,7 +80,7 @@ class SteadyClient(Client):
 
     async def _process_connect_init(self) -> None:
         try:
-            await super()._process_connect_init()
+            await honouring_cancel(super()._process_connect_init())
         except BaseException:
             if self._transport:  # a server that lets us not in: nats-py would drop the socket open, one with each try
                 self._transport.close()  # type: ignore[no-untyped-call]

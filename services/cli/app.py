@@ -34,6 +34,7 @@ _COMMANDS: Final = {
     "tenant": "headrace.cli.tenants:tenant",
     "config": "headrace.cli.config:config",
     "provision": "headrace.cli.provision:provision",
+    "doctor": "headrace.cli.doctor:doctor",
     "bench": "headrace.bench.command:bench",
 }
 """In the order of the help; each is imported when it is used, so that no command waits for what others need."""
@@ -82,6 +83,7 @@ def command() -> None:
       headrace up                         start everything on this machine, with a small model
       headrace ask "What is a headrace?"  ask it, from another terminal
       headrace status                     who works, what waits
+      headrace doctor                     what is wrong, and what to do
 
     \b
     Onwards:

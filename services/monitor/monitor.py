@@ -52,7 +52,13 @@ async def run_monitor(bus: Bus, *, stop: asyncio.Event, has_http: bool = False) 
     try:
         async with (
             view.running(),
-            answering(bus, SERVICE_NAME, [endpoint], description="Watches Headrace's workers"),
+            answering(
+                bus,
+                SERVICE_NAME,
+                [endpoint],
+                description="Watches Headrace's workers",
+                metadata={"prefix": bus.names.prefix, "notices": "no" if bus.settings.system_url is None else "yes"},
+            ),
             _answering_http(bus, view, autoscaler) if has_http else contextlib.nullcontext(),
             _guarding(bus, view, autoscaler),
             Deadlines(bus).running(),

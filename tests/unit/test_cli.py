@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import io
+import json
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from headrace.errors import BrokerUnavailableError, ConfigError, HeadraceError
 from headrace.schemas.events import AcceptedBody, Owner, accepted, delta, started
 from headrace.schemas.overview import GoneWorker, Overview, QueueOverview, WorkerOverview
 from headrace.settings import Settings
+from tests.commands import logging_kept
 
 
 def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -60,7 +62,7 @@ def test_help_teaches_the_first_steps_and_names_every_command() -> None:
     result = run("--help")
     assert result.exit_code == 0
     assert "First steps" in result.output
-    for name in ("up", "demo", "ask", "status", "jobs", "drain", "evict", "serve", "provision", "bench"):
+    for name in ("up", "demo", "ask", "status", "jobs", "drain", "evict", "serve", "provision", "doctor", "bench"):
         assert f"\n  {name} " in result.output
     assert "headrace ask" in result.output
 
@@ -451,3 +453,25 @@ async def test_an_answer_that_fails_ends_its_line(text: str, shown: str, capsys:
     with pytest.raises(HeadraceError):
         await answer()
     assert capsys.readouterr().out == shown
+
+
+# doctor
+
+
+def test_doctor_tells_of_settings_that_cannot_be_used_as_a_finding() -> None:
+    with logging_kept():
+        result = run("doctor", "--json", HEADRACE_QUEUE_LIMTI="5")
+    (finding,) = json.loads(result.stdout)
+    assert (result.exit_code, finding["id"], finding["severity"]) == (1, "settings", "error")
+    assert "did you mean HEADRACE_QUEUE_LIMIT?" in finding["found"]
+    assert set(finding) == {"id", "severity", "found", "remedy"}
+
+
+def test_doctor_without_a_broker_says_so_and_goes_on(no_broker: str) -> None:
+    with logging_kept():
+        result = run("doctor", "--json", "--state-dir", no_broker)
+    found = {finding["id"]: finding["severity"] for finding in json.loads(result.stdout)}
+    assert result.exit_code == 1
+    assert found["broker"] == "error"
+    assert {"settings", "state-dir"} <= found.keys()
+    assert not Path(no_broker).exists()
