@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from headrace.schemas.subjects import Lane
-from headrace.schemas.workers import CapacitySource, Heartbeat, HeldRequest, WorkerState
+from headrace.schemas.workers import CapacitySource, Heartbeat, HeldRequest, WorkerHealth, WorkerState
 
 Ending = Literal["left", "expired", "tombstoned"]
 """How a worker's key ended: taken away by the worker, not renewed in time, or overwritten by a monitor."""
@@ -41,6 +41,7 @@ class WorkerOverview(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     age_s: float = 0.0
     held: tuple[HeldRequest, ...] = ()
+    health: WorkerHealth | None = None
 
     @classmethod
     def from_heartbeat(cls, beat: Heartbeat, *, age_s: float) -> "WorkerOverview":

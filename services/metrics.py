@@ -21,10 +21,12 @@ __all__ = [
     "HTTP_REQUESTS",
     "INTER_TOKEN_S",
     "METRICS_DROPPED",
+    "PROBES",
     "QUEUE_WAIT_S",
     "REPLICA_FAILURES",
     "REQUESTS_ACCEPTED",
     "REQUESTS_REFUSED",
+    "RESTARTS",
     "SCALINGS",
     "TOKENS",
     "TTFT_S",
@@ -144,6 +146,8 @@ FAILOVER_S: Final = _Histogram(
     "From the decision that a worker is dead to the hand-over of the last request it held.",
     bounds=_SHORT_S,
 )
+PROBES: Final = _Counter("headrace_probes", "Requests of workers to their own engines.", ("model", "outcome"))
+RESTARTS: Final = _Counter("headrace_worker_restarts", "Engines started again for their health.", ("model", "ailment"))
 SCALINGS: Final = _Counter(
     "headrace_scale_decisions", "Changes of the number of replicas.", ("model", "pool", "direction")
 )
@@ -156,7 +160,7 @@ HTTP_OPEN: Final = _Open("headrace_http_open_requests", "HTTP requests being ans
 
 _ALL: Final = (
     REQUESTS_ACCEPTED, REQUESTS_REFUSED, QUEUE_WAIT_S, TTFT_S, INTER_TOKEN_S, TOKENS, ATTEMPTS, EVICTIONS, HANDED_OVER,
-    FAILOVER_S, SCALINGS, REPLICA_FAILURES, HTTP_REQUESTS, HTTP_OPEN, METRICS_DROPPED,
+    FAILOVER_S, PROBES, RESTARTS, SCALINGS, REPLICA_FAILURES, HTTP_REQUESTS, HTTP_OPEN, METRICS_DROPPED,
 )  # fmt: skip
 
 

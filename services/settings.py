@@ -43,7 +43,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     `nats_url` None means the embedded broker. `nats_credentials` is the file of this part's credential, which makes the
     deployment a secured one; `nats_system_credentials` the monitor's for the system account. `max_queue_timeout_s`
-    bounds what a client may ask for and is the dedupe window of the job streams. `log_retention_s` is how long events
+    bounds what a client may ask for and is the dedupe window of the job streams. Every `probe_s` an idle worker asks
+    its own engine for a token (0: only at its start); one that is `slow_factor` times slower than its pool is taken out
+    (0: never). `log_retention_s` is how long events
     outlive their job's deadline.
     """
 
@@ -63,6 +65,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ack_wait_s: Annotated[float, msgspec.Meta(ge=0.5, le=3600)] = 10.0
     max_attempts: Annotated[int, msgspec.Meta(ge=1, le=100)] = 3
     stall_s: Seconds = 30.0
+    probe_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 30.0
+    slow_factor: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 3.0
     ageing_s: Seconds = 10.0
     queue_timeout_s: Seconds = 60.0
     max_queue_timeout_s: Seconds = 600.0

@@ -169,18 +169,20 @@ def _of_workers(workers: Iterable[WorkerOverview]) -> list[Metric]:
     memory = GaugeMetricFamily(
         "headrace_worker_memory_bytes", "Memory that its capacity is measured in.", labels=(*labels, "kind")
     )
+    left_out = GaugeMetricFamily("headrace_worker_left_out", "1 where restarts did not help.", labels=labels)
     for worker in workers:
         key = (worker.model, worker.pool, worker.id)
         state.add_metric((*key, worker.state), 1)
         running.add_metric(key, worker.running)
         waiting.add_metric(key, worker.waiting)
         slots.add_metric(key, worker.max_concurrency)
+        left_out.add_metric(key, int(worker.health is not None and worker.health.is_left_out))
         kv_tokens.add_metric((*key, "capacity"), worker.kv_capacity_tokens)
         kv_tokens.add_metric((*key, "reserved"), worker.kv_reserved_tokens)
         for kind in ("total", "free", "reserved"):
             if (value := getattr(worker, f"memory_{kind}_bytes")) is not None:
                 memory.add_metric((*key, kind), value)
-    return [state, running, waiting, slots, kv_tokens, memory]
+    return [state, running, waiting, slots, kv_tokens, memory, left_out]
 
 
 def _of_groups(wanted: Mapping[GroupName, int]) -> Metric:

@@ -19,6 +19,7 @@ from headrace.monitor.autoscaler import Autoscaler
 from headrace.monitor.changes import Change, changes_between, live_beats
 from headrace.monitor.deadlines import Deadlines
 from headrace.monitor.guard import Guard
+from headrace.monitor.health import HealthGuard
 from headrace.monitor.lost import LostWorkers
 from headrace.monitor.orphans import remove_orphans_for_ever
 from headrace.monitor.tidying import tidying
@@ -85,6 +86,7 @@ async def _guarding(bus: Bus, view: WorkersView, autoscaler: Autoscaler) -> Asyn
         tasks = [
             group.create_task(guard.run(), name="guard"),
             group.create_task(remove_orphans_for_ever(bus), name="orphaned deliveries"),
+            group.create_task(HealthGuard(bus, view).run(), name="health"),
             group.create_task(autoscaler.run(), name="autoscaler"),
         ]
         if (system_url := bus.settings.system_url) is not None:

@@ -13,7 +13,7 @@ from yarl import URL
 from headrace.errors import ConfigError, EngineError, EngineStartError
 from headrace.schemas.chunks import EngineChunk
 from headrace.schemas.openai import InferenceRequest
-from headrace.worker.engines.base import EngineFacts, EngineUsage, KvMemory, Resume
+from headrace.worker.engines.base import EngineFacts, EngineUsage, KvMemory, MemoryUse, Resume
 from headrace.worker.engines.bodies import Dialect, as_completion
 from headrace.worker.engines.counting import count_prompt_tokens, prompt_token_ids
 from headrace.worker.engines.detect import Findings, detect
@@ -223,6 +223,10 @@ class OpenAIEngine:
         if steps := steps_of(text):
             self._silence.note(steps, has_work=self._http.num_running > 0, now=time.monotonic())
         return msgspec.structs.replace(found, silent_s=self._silence.seconds)
+
+    async def memory_use(self) -> tuple[MemoryUse, ...]:
+        """Nothing: somebody else's processes may be anywhere."""
+        return ()
 
     async def check_health(self) -> None:
         """By `/health`, or by `/v1/models` (any status below 500) where the server has no `/health`; and by whether
