@@ -129,7 +129,7 @@ class Replica:
             self._set("Failed", beat.reason or "its engine failed")
             self._note_unwell(now)
         elif beat is not None and beat.state == "Draining":
-            self._set("Starting", "it was told to drain")
+            self._set("Starting", beat.reason or "it was told to drain")
         elif beat is None and is_fresh and self._ready_at is not None:
             self._note_unwell(now)
 

@@ -126,7 +126,7 @@ async def test_under_load_nothing_is_lost_by_an_update_one_that_does_not_start_a
                     and {name.generation for name in view.slots} == {new.generation}
                 ),
             )
-            bad = sim_group(2, "kv_tokens=0")
+            bad = sim_group(2, "fail_probes=1000")
             await configure(ground.bus, MODEL, bad)
             await until_slots(ground.view, lambda view: bool(view.failed))
             await until_slots(ground.view, lambda view: len(view.slots) == 2)
@@ -141,7 +141,7 @@ async def test_under_load_nothing_is_lost_by_an_update_one_that_does_not_start_a
             stop.set()
     assert fewest == 2
     assert {name.generation for name in ground.view.slots} <= {new.generation}
-    assert "kv_tokens" in failed.reason
+    assert "probe" in failed.reason, failed.reason
     assert failed.failures == 3
 
 
