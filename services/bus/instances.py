@@ -35,6 +35,8 @@ __all__ = ["InstancesBucket", "InstancesView"]
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S: Final = 0.5
+_GATHER_S: Final = 0.02
+"""How long a push waits for others, and for the broker to have stored what it told of, before the bucket is read."""
 _REMOVED_TTL_S: Final = 60
 
 _T = TypeVar("_T")
@@ -158,6 +160,7 @@ class InstancesView:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_AGAIN_S):
                     await self._pushed.wait()
+                await asyncio.sleep(_GATHER_S)
             self._pushed.clear()
             try:
                 await self._read()

@@ -74,7 +74,7 @@ def process_launcher(bus: Bus, *, log_format: str) -> Launch:
 
 def command_of(order: Order, *, log_format: str) -> list[str]:
     """The command line. What the agent says comes last, and so before what the group's arguments say of the same."""
-    identity = ["--model", order.model, "--pool", order.group.pool, "--worker-id", order.worker]
+    identity = [f"--model={order.model}", f"--pool={order.group.pool}", f"--worker-id={order.worker}"]
     return [
         *_COMMAND, "serve", "worker", *order.group.args,
         "--engine", order.group.engine, *identity, "--log-format", log_format,

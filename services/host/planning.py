@@ -204,14 +204,14 @@ def _claims(
     reason = ""
     for name, group in _free_slots(sight, slots):
         waiting[name] = sight.waiting.get(name, sight.now)
-        devices = [
-            msgspec.structs.replace(device, promised_bytes=promised[device.name])
-            for device in sight.devices
-            if (name.group, name.generation, device.name) not in sight.avoided
+        all_devices = [
+            msgspec.structs.replace(device, promised_bytes=promised[device.name]) for device in sight.devices
         ]
+        devices = [each for each in all_devices if (name.group, name.generation, each.name) not in sight.avoided]
         place = choose_device(group, devices)
         if place is None:
-            reason = reason or _no_room(sight, name, group)
+            if not has_room(group, all_devices):
+                reason = reason or _no_room(sight, name, group)
             continue
         turn = rank(group, host=sight.host, devices=devices, hosts=sight.hosts, slots=slots.get(name.group, {}))
         if sight.now - waiting[name] >= turn * sight.beat_s:

@@ -62,8 +62,10 @@ class Presence:
 
     async def leave(self) -> None:
         """Take the beat away; where the broker does not take that, it expires."""
-        if not self.ousted.is_set():
-            await self._bucket.remove_host(self._host, expected_revision=self._revision)
+        with contextlib.suppress(BrokerError):
+            revision, known = await self._bucket.host(self._host)  # our last write may have got no answer
+            if known is not None and known.epoch == self._compose().epoch:
+                await self._bucket.remove_host(self._host, expected_revision=revision)
 
     def refusal(self) -> ConfigError:
         """Why an agent whose name another has cannot run."""

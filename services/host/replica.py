@@ -129,7 +129,7 @@ class Replica:
             self._set("Failed", beat.reason or "its engine failed")
             self._note_unwell(now)
         elif beat is not None and beat.state == "Draining":
-            self._set("Starting", "it was told to drain")
+            self._set("Starting", beat.reason or "it was told to drain")
         elif beat is None and is_fresh and self._ready_at is not None:
             self._note_unwell(now)
 
@@ -144,11 +144,10 @@ class Replica:
         order = Order(
             worker=self.worker, model=self.name.group.model, group=self._claim.group, device=self._claim.device
         )
-        child = self._launch(order)
-        code: int | None = None
         try:
+            child = self._launch(order)
             code = await self._until_ended(child)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # no memory, too many words, a word that no program can be given
             self._note_failure(f"it cannot be started: {error}")
         else:
             self._note_end(code, child.tail())

@@ -41,6 +41,7 @@ class Host:
         self.failed: set[tuple[GroupName, str]] = set()
         self.waiting: dict[SlotName, float] = {}
         self.avoided: set[tuple[GroupName, str, str]] = set()
+        self.is_cut_off = False
 
     def promised(self) -> tuple[Device, ...]:
         promised = {device.name: 0 for device in self.devices}
@@ -63,6 +64,9 @@ class World:
 
     def look(self, host: Host) -> None:
         """What the host reads of the bucket now."""
+        if host.is_cut_off:
+            host.slots = {}
+            return
         host.slots = dict(self.slots)
         host.failed = set(self.failed)
         host.hosts = {
@@ -84,6 +88,7 @@ class World:
             holdings={name: replica.holding for name, replica in host.replicas.items()},
             avoided=host.avoided,
             waiting=host.waiting,
+            may_claim=not host.is_cut_off,
         )
         planned = plan(sight)
         host.waiting = dict(planned.waiting)
@@ -107,7 +112,7 @@ class World:
                 self._write(host, slot)
             case Release(slot=slot) | GiveUp(slot=slot):
                 replica = host.replicas.pop(slot)
-                if replica.holding.is_leased:
+                if replica.holding.is_leased and not host.is_cut_off:
                     del self.slots[slot]
                 if isinstance(action, GiveUp):
                     host.avoided.add((slot.group, slot.generation, replica.holding.device))
@@ -118,7 +123,7 @@ class World:
 
     def _write(self, host: Host, slot: SlotName) -> None:
         holding = host.replicas[slot].holding
-        if holding.is_leased:
+        if holding.is_leased and not host.is_cut_off:
             self.slots[slot] = Slot(host=host.name, epoch="e", state=holding.state, failures=holding.failures)
 
     def progress(self, host: Host) -> None:
@@ -148,10 +153,26 @@ class World:
                 replica.set(is_leased=False)
                 del self.slots[name]
 
+    def cut_off(self, host: Host) -> None:
+        """It reaches nobody, and its leases expire; it does not know yet whether anybody takes them."""
+        host.is_cut_off = True
+        self.slots = {slot: lease for slot, lease in self.slots.items() if lease.host != host.name}
+
+    def mend(self, host: Host) -> None:
+        """It is back: what nobody has is its own again, the rest is lost."""
+        host.is_cut_off = False
+        for name, replica in host.replicas.items():
+            if name in self.slots:
+                replica.set(is_leased=False)
+            else:
+                self._write(host, name)
+
     def check(self) -> None:
         held: list[SlotName] = []
         for host in self.hosts.values():
             assert all(device.promised_bytes <= device.total_bytes for device in host.promised()), host.name
+            if host.is_cut_off:
+                continue
             mine = [name for name, replica in host.replicas.items() if replica.holding.is_leased]
             assert all(self.slots[name].host == host.name for name in mine)
             held += mine
@@ -270,6 +291,28 @@ def test_an_update_never_takes_capacity_away_and_one_that_fails_stops(
     if room > wanted:
         assert generations == {old.generation if is_broken else new.generation}
     assert ((SMALL, new.generation) in world.failed) == (is_broken and room > before)
+
+
+@settings(max_examples=40)
+@given(sizes, chances, st.integers(1, 6))
+def test_who_was_cut_off_keeps_what_nobody_took_and_no_more(
+    fleet_of: list[list[int]], chance: random.Random, wanted: int
+) -> None:
+    world = World(fleet(fleet_of))
+    world.groups[SMALL] = group(500, wanted)
+    world.settle()
+    host = chance.choice(list(world.hosts.values()))
+    before = set(host.replicas)
+    world.cut_off(host)
+    for _ in world.wander(chance, chance.randrange(40)):
+        world.check()
+    taken = set(world.slots)
+    world.mend(host)
+    assert {name for name, replica in host.replicas.items() if replica.holding.is_leased} == before - taken
+    world.settle()
+    room = sum(size // 500 for gpus in fleet_of for size in gpus)
+    assert world.ready(SMALL) == min(wanted, room)
+    assert sum(len(each.replicas) for each in world.hosts.values()) == min(wanted, room), "more than wanted"
 
 
 @settings(max_examples=40)

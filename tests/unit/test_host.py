@@ -1,7 +1,9 @@
 """What a host lends, how its workers are started, and what is made of how they end."""
 
 import pytest
+from click.testing import CliRunner
 
+from headrace.cli.app import command
 from headrace.errors import EngineStartError
 from headrace.hardware.gpu import Gpu
 from headrace.hardware.memory import Memory
@@ -71,7 +73,7 @@ def test_the_agents_own_flags_come_last() -> None:
     words = command_of(order("gpu"), log_format="json")
     assert words[words.index("serve") :] == [
         "serve", "worker", "-o", "seed=1", "--model", "other",
-        "--engine", "sim", "--model", "org/m-1", "--pool", "gold", "--worker-id", "h-1-1", "--log-format", "json",
+        "--engine", "sim", "--model=org/m-1", "--pool=gold", "--worker-id=h-1-1", "--log-format", "json",
     ]  # fmt: skip
 
 
@@ -89,3 +91,12 @@ def test_a_worker_sees_its_gpu_alone_and_this_deployment(uses: str, visible: str
         "HEADRACE_NATS_CREDENTIALS": "c",
         "CUDA_VISIBLE_DEVICES": visible,
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "says"), [(["--host-id", "a b"], "--host-id is 'a b'"), (["--memory", "8 GB"], "'8 GB': expected")]
+)
+def test_wrong_options_are_told_before_anything_is_connected_to(words: list[str], says: str) -> None:
+    result = CliRunner().invoke(command, ["--nats-url", "nats://127.0.0.1:1", "serve", "host", *words])
+    assert result.exit_code == 2
+    assert says in result.output

@@ -4,6 +4,8 @@ import asyncio
 from types import TracebackType
 from typing import Self, cast
 
+import pytest
+
 from headrace.host.launching import Order
 from headrace.host.lease import Lease
 from headrace.host.planning import Claim
@@ -49,6 +51,7 @@ class Scene:
     def __init__(self) -> None:
         self.now = 100.0
         self.is_online = True
+        self.error: Exception | None = None
         self.words = "line\nheadrace: no such file\n\n"
         self.children: list[Child] = []
         self.replica = Replica(
@@ -63,6 +66,8 @@ class Scene:
         )
 
     def _launch(self, order: Order) -> Child:
+        if self.error is not None:
+            raise self.error
         self.children.append(Child(self.words))
         return self.children[-1]
 
@@ -184,3 +189,13 @@ async def test_what_drains_is_not_started_again_and_says_nothing_else() -> None:
         await scene.replica.ended.wait()
     holding = scene.replica.as_holding()
     assert (holding.state, holding.has_child, holding.failures) == ("Draining", False, 0)
+
+
+@pytest.mark.parametrize("error", [OSError("Argument list too long"), ValueError("embedded null byte")])
+async def test_what_cannot_be_started_fails_like_what_does_not_come_up(error: Exception) -> None:
+    scene = Scene()
+    scene.error = error
+    async with asyncio.TaskGroup() as group:
+        scene.replica.start("w", group)
+        await scene.replica.ended.wait()
+    assert (scene.replica.reason, scene.replica.failures) == (f"it cannot be started: {error}", 1)
