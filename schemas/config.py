@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from headrace.schemas.keys import MAX_KEYS, ApiKey, owners_of
 from headrace.schemas.openai import Operation
+from headrace.schemas.replicas import ReplicaGroup
 from headrace.schemas.subjects import DEFAULT_POOL, DEFAULT_QUEUE, is_model_name
 
 __all__ = [
@@ -111,7 +112,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     The first rule that matches chooses the pool, else it is `default`, which always exists. `on_no_worker` says what
     becomes of a request while no worker is ready. `queue_limit` None is the setting of that name. `fallback` is a
-    model or alias to use when this one cannot start a request in time.
+    model or alias to use when this one cannot start a request in time. Of a model that is `paused` nothing is started:
+    its requests wait. `instances` are the workers that host agents keep running, one group a pool at most.
     """
 
     pools: Annotated[tuple[PoolConfig, ...], Meta(max_length=16)] = ()
@@ -119,6 +121,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     on_no_worker: Literal["queue", "refuse"] = "queue"
     queue_limit: Annotated[int, Meta(ge=1, le=10_000_000)] | None = None
     fallback: str | None = None
+    paused: bool = False
+    instances: Annotated[tuple[ReplicaGroup, ...], Meta(max_length=17)] = ()
 
     def __post_init__(self) -> None:
         """Rules between keys. Raises ValueError."""
@@ -134,6 +138,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 if other not in known or other == pool.name:
                     allowed = ", ".join(sorted(known - {pool.name}))
                     raise ValueError(f"lends_to of the pool {pool.name!r} is {other!r}; allowed: {allowed}")
+        grouped = [group.pool for group in self.instances]
+        for pool_name in grouped:
+            if pool_name not in known:
+                raise ValueError(f"instances name the pool {pool_name!r}; allowed: {', '.join(sorted(known))}")
+            if grouped.count(pool_name) > 1:
+                raise ValueError(f"instances have the pool {pool_name!r} twice; allowed: each once")
         if self.fallback is not None and not is_model_name(self.fallback):
             raise ValueError("fallback is no model name; allowed: 1 to 100 bytes without control characters")
 
@@ -145,6 +155,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def pool(self, name: str) -> PoolConfig:
         """The pool's configuration; the defaults for one that is not configured."""
         return next((pool for pool in self.pools if pool.name == name), PoolConfig(name=name))
+
+    def comes_up_for(self, pool: str) -> bool:
+        """Whether the number of replicas of a pool may be 0 and rises from there when a request waits."""
+        bounds = (group.autoscale for group in self.instances if group.pool == pool)
+        return any(each is not None and each.min_replicas == 0 for each in bounds)
 
     def servers_of(self, pool: str) -> frozenset[str]:
         """Pools whose workers may run a request of `pool`: itself and those that lend to it."""

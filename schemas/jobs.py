@@ -166,7 +166,10 @@ class StatusRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of the status endpoint, and of a cancel request. `error` is the body of `failed` or `expired`."""
+    """Answer of the status endpoint, and of a cancel request. `error` is the body of `failed` or `expired`.
+
+    `paused`: it waits, and nothing of its model is started until somebody resumes that; so `eta_s` is not known.
+    """
 
     job: str
     state: str
@@ -176,3 +179,4 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     position: int | None = None
     eta_s: float | None = None
     error: Any = None
+    paused: bool = False

@@ -93,7 +93,7 @@ def mapping(value: Any, path: str) -> Refusal | None:
 
 
 def integer(minimum: int, maximum: int) -> Check:
-    """A whole number in the closed range; true, false and 1.0 are none."""
+    """An integer in the closed range; true, false and 1.0 are none (`whole_numbers` makes that one before)."""
 
     @described(type="integer", minimum=minimum, maximum=maximum)
     def check(value: Any, path: str) -> Refusal | None:

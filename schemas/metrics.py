@@ -10,6 +10,7 @@ __all__ = ["Family", "Measured", "Sample"]
 _NAME: Final = re.compile(r"headrace_[a-z0-9_]{1,80}")
 _LABEL: Final = re.compile(r"[a-z]{1,20}")
 _MAX_VALUE_CHARS: Final = 120
+_MAX_LABELS: Final = 8
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
@@ -23,7 +24,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     def is_well_formed(self) -> bool:
         """Whether it can be shown as it is."""
         are_labels = all(_LABEL.fullmatch(key) and len(text) <= _MAX_VALUE_CHARS for key, text in self.labels.items())
-        return _NAME.fullmatch(self.name) is not None and are_labels
+        return _NAME.fullmatch(self.name) is not None and are_labels and len(self.labels) <= _MAX_LABELS
 
 
 class Family(msgspec.Struct, frozen=True, array_like=True):

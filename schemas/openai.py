@@ -6,10 +6,11 @@ import msgspec
 
 from headrace.schemas.json_bounds import decode_object
 from headrace.schemas.json_checks import invalid
-from headrace.schemas.openai_params import OURS, REFUSED, check_parameters
+from headrace.schemas.openai_params import INTEGERS, OURS, REFUSED, TOKEN_LISTS, check_parameters
 from headrace.schemas.prompt_size import prompt_size
 from headrace.schemas.refusals import Refusal
 from headrace.schemas.resumability import is_resumable
+from headrace.schemas.whole_numbers import with_whole_numbers
 
 __all__ = [
     "COMPLETIONS_MAX_TOKENS",
@@ -42,8 +43,8 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `body` is what the engine is to be given: what the client sent, decoded, without nulls at its top level, without
     `model` and without what the worker decides (`stream`, `stream_options`, `max_tokens`, `max_completion_tokens`,
-    `best_of`, `return_token_ids`). A `prompt` in it is a string or a flat list of token ids; unknown parameters are
-    kept.
+    `best_of`, `return_token_ids`). A `prompt` in it is a string or a flat list of token ids; where an integer is due it
+    has one, also where `16.0` was sent; unknown parameters are kept.
     `max_tokens` is the client's own limit of new tokens, None if it set none.
     `num_prompt_tokens_estimate` is a guess from text length (needs no tokenizer); `num_prompt_tokens_bound`
     is never below the true number (see `prompt_size` for what that supposes).
@@ -74,6 +75,7 @@ def parse_request(op: Operation, data: bytes, *, limits: RequestLimits) -> Infer
     if isinstance(decoded, Refusal):
         return decoded
     sent = {name: value for name, value in decoded.items() if value is not None}
+    sent = with_whole_numbers(sent, integers=INTEGERS[op], tokens=TOKEN_LISTS)
     if refusal := check_parameters(op, sent, max_n=limits.max_n):
         return refusal
     body = {name: value for name, value in sent.items() if name not in OURS and name not in REFUSED[op]}

@@ -31,7 +31,7 @@ from headrace.schemas.json_checks import (
 )
 from headrace.schemas.refusals import Refusal
 
-__all__ = ["OURS", "REFUSED", "body_schema", "check_parameters"]
+__all__ = ["INTEGERS", "OURS", "REFUSED", "TOKEN_LISTS", "body_schema", "check_parameters"]
 
 MAX_TOKENS: Final = 2**31 - 1
 MAX_STOPS: Final = 16
@@ -248,6 +248,16 @@ _CHECKS: Final[Mapping[str, Mapping[str, Check]]] = {
 }
 
 _REQUIRED: Final = {"chat": "messages", "completions": "prompt", "embeddings": "input"}
+
+
+INTEGERS: Final[Mapping[str, frozenset[str]]] = {
+    op: frozenset({"n"} | {name for name, check in checks.items() if schema_of(check).get("type") == "integer"})
+    for op, checks in _CHECKS.items()
+}
+"""By operation, the parameters that are integers."""
+
+TOKEN_LISTS: Final = frozenset({"prompt", "input"})
+"""Parameters that may be token ids."""
 
 
 def body_schema(op: str, *, max_n: int) -> dict[str, Any]:

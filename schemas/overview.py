@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from headrace.schemas.subjects import Lane
-from headrace.schemas.workers import CapacitySource, Heartbeat, HeldRequest, WorkerState
+from headrace.schemas.workers import CapacitySource, Heartbeat, HeldRequest, WorkerHealth, WorkerState
 
 Ending = Literal["left", "expired", "tombstoned"]
 """How a worker's key ended: taken away by the worker, not renewed in time, or overwritten by a monitor."""
@@ -41,6 +41,7 @@ class WorkerOverview(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     age_s: float = 0.0
     held: tuple[HeldRequest, ...] = ()
+    health: WorkerHealth | None = None
 
     @classmethod
     def from_heartbeat(cls, beat: Heartbeat, *, age_s: float) -> "WorkerOverview":
@@ -53,7 +54,8 @@ class QueueOverview(msgspec.Struct, frozen=True, kw_only=True):
     """One queue of a model. `queued` wait; `running` were handed to a worker and are not settled.
 
     `oldest_age_s` is how long the oldest queued request has waited, None where none waits. A request sent now would
-    have `position` others before it and wait `eta_s` seconds, None where no worker has measured anything yet.
+    have `position` others before it and wait `eta_s` seconds, None where no worker has measured anything yet, and while
+    the model is `paused`.
     """
 
     model: str
@@ -65,6 +67,7 @@ class QueueOverview(msgspec.Struct, frozen=True, kw_only=True):
     oldest_age_s: float | None = None
     position: int = 0
     eta_s: float | None = None
+    paused: bool = False
 
 
 class GoneWorker(msgspec.Struct, frozen=True, kw_only=True):

@@ -39,7 +39,7 @@ INBOX: Final = "_INBOX"
 SERVICE_INBOX_PREFIX: Final = "_INBOX._svc"
 """Inboxes of Headrace's own services; never a valid reply of a client."""
 
-Service = Literal["router", "worker", "monitor", "gateway", "operator"]
+Service = Literal["router", "worker", "monitor", "gateway", "host", "operator"]
 """Who connects as one of Headrace's own; `operator` is the command line."""
 
 ROUTER_GROUP: Final = "router"
@@ -252,6 +252,11 @@ class Names(msgspec.Struct, frozen=True):
     def usage_bucket(self) -> str:
         """KV bucket of what tenants used of their limits."""
         return f"{self.upper}_usage"
+
+    @property
+    def instances_bucket(self) -> str:
+        """KV bucket of hosts, the replicas they run, and how many of each there shall be."""
+        return f"{self.upper}_instances"
 
     @property
     def batches_bucket(self) -> str:

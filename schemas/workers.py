@@ -9,6 +9,9 @@ from headrace.schemas.events import Owner
 WorkerState = Literal["Starting", "Ready", "Busy", "Draining", "Failed"]
 CapacitySource = Literal["engine", "told", "memory"]
 """Whose word a worker's capacity is: its engine's, that of whoever started it, or what free memory carries."""
+Ailment = Literal["errs", "slow", "memory", "probe"]
+"""Why a worker is taken out: too many of its requests fail, it is slower than its pool, its engine's memory only grows,
+or its engine does not answer a probe."""
 
 
 class HeldRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +22,30 @@ class HeldRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     job: str
     attempt: int
+
+
+class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """How the requests of a worker went lately, by its own count, and how often it was taken out for its health.
+
+    Of its last requests `finished` ended well and `failed` by the engine's fault, each job once. What the engine
+    refused, had no room for, was cancelled, drained or too late is in neither. `seconds_per_token` and `ttft_s` (from
+    asking the engine to its first token) are medians of the last `num_paces` and `num_firsts` measurements, `load` that
+    of the requests that ran at once then. All of this begins anew with each `engine_run`. `restarts` is how often the
+    engine was started again for its health since the worker began, `last_restart` why. One that `is_left_out` takes
+    nothing until its process is started again.
+    """
+
+    engine_run: int = 0
+    finished: int = 0
+    failed: int = 0
+    seconds_per_token: float | None = None
+    num_paces: int = 0
+    ttft_s: float | None = None
+    num_firsts: int = 0
+    load: float | None = None
+    restarts: int = 0
+    last_restart: str = ""
+    is_left_out: bool = False
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +99,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     prefixes: tuple[str, ...] = ()
     is_tombstone: bool = False
     fetchable_tokens: int | None = None
+    health: WorkerHealth | None = None
 
     @property
     def capacity_tokens(self) -> int | None:
@@ -135,14 +163,20 @@ class WorkerNudge(msgspec.Struct, frozen=True, kw_only=True):
 
     Sent by whoever cancelled a job (`cancelled`), by operators (`drain`), and by whoever has a job that this worker
     would start at once (`wake`, with the consumer to fetch it from). Monitors tell every worker of a pool of requests
-    that lost their worker (`interrupted`, with the consumer and how many), since a full one hears no wake.
+    that lost their worker (`interrupted`, with the consumer and how many), since a full one hears no wake; and a sick
+    one to start its engine again (`restart`, with the ailment, the reason, and the registration and engine run that
+    were judged: of another it is void, so that several may say it).
     """
 
-    kind: Literal["cancelled", "drain", "evicted", "wake", "interrupted"]
+    kind: Literal["cancelled", "drain", "evicted", "wake", "interrupted", "restart"]
     tenant: str | None = None
     job: str | None = None
     consumer: str | None = None
     number: int = 0
+    ailment: Ailment | None = None
+    reason: str = ""
+    epoch: str = ""
+    engine_run: int = 0
 
 
 class TokenCount(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,8 @@
     ├── ConfigError                  a setting is unknown or out of range; the start stops
     ├── BrokerError                  the broker cannot be used
     │   ├── BrokerUnavailableError   nothing answers, or not in time
+    │   │   ├── BrokerDeniedError    it answers, but does not know the credential or does not permit it that
+    │   │   └── BrokerTlsError       it answers, but no encrypted connection comes about
     │   ├── BrokerUnsuitableError    too old, without JetStream, or a stream that cannot be changed
     │   └── NotProvisionedError      a stream or bucket is missing; run `headrace provision`
     ├── ObjectGoneError              a file in the broker, or a part of it, was removed or has expired
@@ -23,7 +25,9 @@ Losing a compare-and-set is not here: it is a normal return value.
 from headrace.schemas.refusals import CODES, Refusal
 
 __all__ = [
+    "BrokerDeniedError",
     "BrokerError",
+    "BrokerTlsError",
     "BrokerUnavailableError",
     "BrokerUnsuitableError",
     "ConfigError",
@@ -70,6 +74,14 @@ class BrokerError(HeadraceError):
 
 class BrokerUnavailableError(BrokerError):
     """Nothing answers at the broker's address, or not in time."""
+
+
+class BrokerDeniedError(BrokerUnavailableError):
+    """The broker does not know the credential, asks for one, or does not permit it what was asked."""
+
+
+class BrokerTlsError(BrokerUnavailableError):
+    """No encrypted connection comes about: a certificate is not trusted, not shown, or not what was expected."""
 
 
 class BrokerUnsuitableError(BrokerError):

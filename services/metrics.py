@@ -20,9 +20,14 @@ __all__ = [
     "HTTP_OPEN",
     "HTTP_REQUESTS",
     "INTER_TOKEN_S",
+    "METRICS_DROPPED",
+    "PROBES",
     "QUEUE_WAIT_S",
+    "REPLICA_FAILURES",
     "REQUESTS_ACCEPTED",
     "REQUESTS_REFUSED",
+    "RESTARTS",
+    "SCALINGS",
     "TOKENS",
     "TTFT_S",
     "Bounded",
@@ -141,12 +146,21 @@ FAILOVER_S: Final = _Histogram(
     "From the decision that a worker is dead to the hand-over of the last request it held.",
     bounds=_SHORT_S,
 )
+PROBES: Final = _Counter("headrace_probes", "Requests of workers to their own engines.", ("model", "outcome"))
+RESTARTS: Final = _Counter("headrace_worker_restarts", "Engines started again for their health.", ("model", "ailment"))
+SCALINGS: Final = _Counter(
+    "headrace_scale_decisions", "Changes of the number of replicas.", ("model", "pool", "direction")
+)
+REPLICA_FAILURES: Final = _Counter(
+    "headrace_replica_failures", "Workers of host agents that ended, or did not come up, unasked.", ("model",)
+)
 HTTP_REQUESTS: Final = _Counter("headrace_http_requests", "HTTP answers begun.", ("status",))
+METRICS_DROPPED: Final = _Counter("headrace_metrics_dropped", "Of parts' answers to a scrape, not shown.", ("kind",))
 HTTP_OPEN: Final = _Open("headrace_http_open_requests", "HTTP requests being answered.")
 
 _ALL: Final = (
     REQUESTS_ACCEPTED, REQUESTS_REFUSED, QUEUE_WAIT_S, TTFT_S, INTER_TOKEN_S, TOKENS, ATTEMPTS, EVICTIONS, HANDED_OVER,
-    FAILOVER_S, HTTP_REQUESTS, HTTP_OPEN,
+    FAILOVER_S, PROBES, RESTARTS, SCALINGS, REPLICA_FAILURES, HTTP_REQUESTS, HTTP_OPEN, METRICS_DROPPED,
 )  # fmt: skip
 
 

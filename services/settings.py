@@ -15,11 +15,12 @@ import msgspec
 
 from headrace.errors import ConfigError
 from headrace.schemas.subjects import is_prefix, is_worker_id
+from headrace.service_links import is_service_link
 
-__all__ = ["ENV_PREFIX", "Settings", "default_state_dir", "describe", "load"]
+__all__ = ["CONFIG_VARIABLE", "ENV_PREFIX", "Settings", "default_state_dir", "describe", "load"]
 
 ENV_PREFIX: Final = "HEADRACE_"
-_CONFIG_VARIABLE: Final = "HEADRACE_CONFIG"
+CONFIG_VARIABLE: Final = "HEADRACE_CONFIG"
 _ORIGIN: Final = re.compile(r"https?://(?:[a-z0-9.-]+|\[[0-9a-f:]+\])(?::[0-9]{1,5})?")
 _NEAR: Final = 0.75
 """How alike two names must be for the one to be taken for a slip of the other."""
@@ -42,7 +43,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     `nats_url` None means the embedded broker. `nats_credentials` is the file of this part's credential, which makes the
     deployment a secured one; `nats_system_credentials` the monitor's for the system account. `max_queue_timeout_s`
-    bounds what a client may ask for and is the dedupe window of the job streams. `log_retention_s` is how long events
+    bounds what a client may ask for and is the dedupe window of the job streams. Every `probe_s` an idle worker asks
+    its own engine for a token (0: only at its start); one that is `slow_factor` times slower than its pool is taken out
+    (0: never). `log_retention_s` is how long events
     outlive their job's deadline.
     """
 
@@ -62,6 +65,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ack_wait_s: Annotated[float, msgspec.Meta(ge=0.5, le=3600)] = 10.0
     max_attempts: Annotated[int, msgspec.Meta(ge=1, le=100)] = 3
     stall_s: Seconds = 30.0
+    probe_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 30.0
+    slow_factor: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 3.0
     ageing_s: Seconds = 10.0
     queue_timeout_s: Seconds = 60.0
     max_queue_timeout_s: Seconds = 600.0
@@ -149,10 +154,10 @@ def load(flags: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] |
     """
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
-    if path := environ.get(_CONFIG_VARIABLE):
+    if path := environ.get(CONFIG_VARIABLE):
         values |= _from_file(Path(path))
     for variable, text in environ.items():
-        if variable.startswith(ENV_PREFIX) and variable != _CONFIG_VARIABLE:
+        if variable.startswith(ENV_PREFIX) and variable != CONFIG_VARIABLE and not _is_link(variable, text, environ):
             values[_key_of(variable)] = _parse(variable, text)
     values |= {key: value for key, value in (flags or {}).items() if value is not None}
     return _convert(values)
@@ -166,6 +171,11 @@ def describe() -> list[tuple[str, str, str]]:
         value = getattr(defaults, field.encode_name)
         rows.append((ENV_PREFIX + field.name.upper(), "" if value is None else str(value), _allowed(field.name)))
     return rows
+
+
+def _is_link(variable: str, text: str, environ: Mapping[str, str]) -> bool:
+    is_setting = variable.removeprefix(ENV_PREFIX).lower() in Settings.__struct_fields__
+    return is_service_link(variable, text, environ, is_setting=is_setting)
 
 
 def _key_of(variable: str) -> str:
@@ -194,7 +204,7 @@ def _from_file(path: Path) -> dict[str, Any]:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{_CONFIG_VARIABLE}: cannot read {path}: {error.strerror}") from None
+        raise ConfigError(f"{CONFIG_VARIABLE}: cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
     for key in values:

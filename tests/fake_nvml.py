@@ -14,7 +14,10 @@ GIB = 1 << 30
 
 @dataclass
 class Card:
-    """One card or instance. Reading it fails with `failure`, a return code of NVML, unless that is 0."""
+    """One card or instance. Reading it fails with `failure`, a return code of NVML, unless that is 0.
+
+    `processes` compute on it: what each has, in GiB, by its process id; None where the driver does not tell.
+    """
 
     uuid: str
     name: str = "NVIDIA H100 80GB HBM3"
@@ -26,6 +29,7 @@ class Card:
     place: tuple[int, int] = (0, 0)
     has_mig: bool = True
     free_bytes: int | None = None
+    processes: dict[int, float | None] = field(default_factory=dict)
 
 
 @dataclass
@@ -83,6 +87,13 @@ class FakeNvml:
     def nvmlDeviceGetUtilizationRates(self, card: Card) -> Any:  # noqa: N802
         check(pynvml.NVML_ERROR_NOT_SUPPORTED if card.uuid.startswith("MIG-") else card.failure)
         return SimpleNamespace(gpu=37, memory=12)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, card: Card) -> Any:  # noqa: N802
+        check(card.failure)
+        return [
+            SimpleNamespace(pid=pid, usedGpuMemory=None if gib is None else int(gib * GIB))
+            for pid, gib in card.processes.items()
+        ]
 
     def nvmlDeviceGetMemoryInfo(self, card: Card) -> Any:  # noqa: N802
         check(card.failure)

@@ -10,6 +10,8 @@ from typing import Any, Final, Self
 import msgspec
 from aiohttp import web
 
+from headrace.worker.engines.base import PROBE_PREFIX
+
 DONE: Final = b"data: [DONE]\n\n"
 
 
@@ -77,7 +79,7 @@ class FakeOpenAI:
 
     `pages` are the other answers, by path: a status and a body (JSON, or text if it is a string). A completion that is
     not to be streamed asks whether tokens are made at all: those are counted, and answered with `token_status`
-    once `makes_tokens` is set, as it is at first.
+    once `makes_tokens` is set, as it is at first. A worker's own probes are counted too, and answered with `probe`.
     """
 
     def __init__(self, *, models: Sequence[dict[str, Any]] = ({"id": "served", "owned_by": "someone"},)) -> None:
@@ -90,6 +92,8 @@ class FakeOpenAI:
         self.num_aborted = 0
         self.num_token_probes = 0
         self.token_status = 200
+        self.num_worker_probes = 0
+        self.probe = script(completion("a", finish="length"), usage(1, 1), DONE)
         self.makes_tokens = asyncio.Event()
         self.makes_tokens.set()
         self.aborted = asyncio.Event()
@@ -127,10 +131,14 @@ class FakeOpenAI:
             self.num_token_probes += 1
             await self.makes_tokens.wait()
             return web.json_response({"choices": [{"text": "a"}]}, status=self.token_status)
-        self.bodies.append(body)
-        self.headers.append(request.headers)
-        self.connections.add(request.transport)
-        playing = self.scripts.popleft()
+        if request.headers.get("X-Request-Id", "").startswith(PROBE_PREFIX):
+            self.num_worker_probes += 1
+            playing = self.probe
+        else:
+            self.bodies.append(body)
+            self.headers.append(request.headers)
+            self.connections.add(request.transport)
+            playing = self.scripts.popleft()
         response = web.StreamResponse(status=playing.status, headers={"Content-Type": playing.content_type})
         try:
             for step in playing.steps:

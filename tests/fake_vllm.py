@@ -63,7 +63,8 @@ class Server:
             return web.Response(text=Path(self._options.fake_metrics).read_text())
         return web.Response(
             text=f'vllm:num_requests_running{{engine="0"}} {self._num_running}\n'
-            f'vllm:num_requests_waiting{{engine="0"}} 0\nvllm:num_preemptions_total{{engine="0"}} 3\n'
+            f'vllm:num_requests_waiting{{engine="0"}} 0\nvllm:kv_cache_usage_perc{{engine="0"}} 0\n'
+            f'vllm:num_preemptions_total{{engine="0"}} 3\n'
             f'vllm:generation_tokens_total{{engine="0"}} {self._num_steps}\n'
             'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="11"} 1.0\n'
         )

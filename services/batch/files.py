@@ -27,20 +27,19 @@ class Files:
 
     async def upload(self, tenant: Tenant) -> "Upload":
         """Begin to take a file of requests in. Raises RequestError where the tenant has all the files it may have."""
-        limit, now = self._settings.file_limit, self._bus.clock.now()
+        now = self._bus.clock.now()
         files = await self._records.files(tenant)
-        gone = [file for file in files if file.expires_at <= now]
-        for file in gone:  # it asked for less time than its bytes were given before that was known
-            await self.bar(tenant, file.id)
-        if len(files) - len(gone) >= limit:
-            raise RequestError(
-                Refusal(
-                    code="invalid_value",
-                    message=f"There are {limit} files, which is the limit; delete some.",
-                    param="file",
-                )
-            )
+        for file in files:  # it asked for less time than its bytes were given before that was known
+            if file.expires_at <= now:
+                await self.bar(tenant, file.id)
+        self._check_room(files)
         return Upload(self._bus, self, tenant)
+
+    def _check_room(self, files: list[FileRecord]) -> None:
+        limit, now = self._settings.file_limit, self._bus.clock.now()
+        if sum(file.expires_at > now for file in files) >= limit:
+            message = f"There are {limit} files, which is the limit; delete some."
+            raise RequestError(Refusal(code="invalid_value", message=message, param="file"))
 
     async def get(self, tenant: Tenant, file: str) -> FileRecord:
         """What is known of a file. Raises RequestError (`file_not_found`), BrokerError."""
@@ -62,6 +61,10 @@ class Files:
         """The bytes of a file. Raises ObjectGoneError, BrokerError while it is read."""
         return self._objects.read(object_name(tenant, file))
 
+    async def check_bytes(self, tenant: Tenant, file: str) -> None:
+        """Raise ObjectGoneError where `read` would at once; reads none of the bytes. Raises BrokerError."""
+        await self._objects.info(object_name(tenant, file))
+
     def writer(self, tenant: Tenant, file: str, *, ttl_s: int) -> ObjectWriter:
         """Write the bytes of a new file; it is known after `add`."""
         return self._objects.writer(object_name(tenant, file), ttl_s=ttl_s)
@@ -77,8 +80,13 @@ class Files:
         ttl_s: int,
         bytes_ttl_s: int | None = None,
         check: LineCheck | None = None,
+        is_counted: bool = False,
     ) -> FileRecord:
-        """Make a file known whose bytes are there, and are for `bytes_ttl_s` if that is longer. Raises BrokerError."""
+        """Make a file known whose bytes are there, and are for `bytes_ttl_s` if that is longer. Raises BrokerError.
+
+        Raises RequestError where it `is_counted` and the tenant has all the files it may have, others that are being
+        added included.
+        """
         now = int(self._bus.clock.now())
         record = FileRecord(
             id=file,
@@ -91,7 +99,8 @@ class Files:
             num_lines=check.num_lines if check is not None else 0,
             urls=tuple(sorted(check.urls)) if check is not None else (),
         )
-        await self._records.add_file(record, ttl_s=bytes_ttl_s or ttl_s)
+        room = self._check_room if is_counted else None
+        await self._records.add_file(record, ttl_s=bytes_ttl_s or ttl_s, check=room)
         return record
 
     async def bar(self, tenant: Tenant, file: str) -> None:
@@ -110,6 +119,7 @@ class Upload:
         self._max_bytes = bus.settings.file_max_bytes
         self._id = f"file-{uuid.uuid4().hex}"
         self._writer = files.writer(tenant, self._id, ttl_s=self._ttl_s)
+        self._is_written = False
         self._splitter = LineSplitter()
         self._check = LineCheck(max_lines=bus.settings.batch_max_lines)
 
@@ -131,6 +141,7 @@ class Upload:
             self._take(number, line)
         if refusal := self._check.end():
             raise RequestError(refusal)
+        self._is_written = True
         await self._writer.commit()
         return await self._files.add(
             self._tenant,
@@ -141,12 +152,15 @@ class Upload:
             ttl_s=min(ttl_s or self._ttl_s, self._ttl_s),
             bytes_ttl_s=self._ttl_s,
             check=self._check,
+            is_counted=True,
         )
 
     async def abandon(self) -> None:
         """Drop what was taken in; what cannot be dropped now expires."""
         with contextlib.suppress(BrokerError):
             await self._writer.abandon()
+            if self._is_written:
+                await self._files.bar(self._tenant, self._id)
 
     def _take(self, number: int, line: bytes) -> None:
         request = self._check.take(number, line)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Final
 
+from headrace.batch.sweeping import sweep_for_ever
 from headrace.batch.work import BatchWork, TakenOver
 from headrace.bus.batches import BatchChange, BatchRecords
 from headrace.bus.connection import Bus
@@ -80,12 +81,16 @@ class BatchKeeper:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Inside this context batches are looked for and run; at its end they are left to others."""
+        """Inside this context batches are looked for and run; at its end they are left to others.
+
+        What dead processes left of files is removed too.
+        """
         looking = asyncio.create_task(self._look_for_ever(), name="look for batches")
+        sweeping = asyncio.create_task(sweep_for_ever(self._bus), name="sweep files")
         try:
             yield
         finally:
-            tasks = [looking, *self._running.values()]
+            tasks = [looking, sweeping, *self._running.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

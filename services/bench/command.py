@@ -10,7 +10,9 @@ from headrace.bench.ground import measure
 from headrace.bench.httpedge import measure_http, shown_http
 from headrace.bench.httpload import StreamPlan
 from headrace.bench.overhead import OverheadPlan, measure_overhead, shown_overhead
+from headrace.bench.promisescommand import promises_command
 from headrace.bench.relay import measure_relay, shown_relay
+from headrace.bench.scaling import scaling_command
 from headrace.bench.simulate import simulate_command
 from headrace.cli.options import parse_assignments, with_settings
 from headrace.cli.render import console
@@ -26,8 +28,8 @@ _json = click.option("--json", "as_json", is_flag=True, help="One JSON object, w
 def bench() -> None:
     """Measure a deployment of its own: real broker, real processes, the simulated engine.
 
-    All but `overhead`, which has a real engine, and `simulate`, which starts nothing and compares policies in virtual
-    time.
+    All but `overhead`, which has a real engine, and `simulate` and `scaling`, which start nothing and compare policies
+    in virtual time.
 
     Nothing that runs already is touched, and nothing is left behind. HEADRACE_* variables apply to what is measured, so
     HEADRACE_HEARTBEAT_S=0.2 shows what a faster heartbeat does.
@@ -191,7 +193,9 @@ def overhead(
     _show(result, shown_overhead(result), as_json=as_json)
 
 
+bench.add_command(promises_command)
 bench.add_command(simulate_command)
+bench.add_command(scaling_command)
 
 
 def _show(result: msgspec.Struct, shown: list[RenderableType], *, as_json: bool) -> None:

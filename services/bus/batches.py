@@ -1,7 +1,7 @@
 """Files and batches in the broker: their records and leases in one bucket, results in a stream of their own."""
 
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Final, TypeVar
 
 import msgspec
@@ -22,6 +22,7 @@ __all__ = ["BatchChange", "BatchRecords", "BatchResults", "SeenBatch"]
 _MARKER_TTL_S: Final = 60
 _AGAIN_FIRST_S: Final = 0.05
 _AGAIN_MAX_S: Final = 1.0
+_BESIDE_FIRST_S: Final = 0.005
 _LEASE: Final = "lease"
 
 _R = TypeVar("_R", BatchRecord, FileRecord)
@@ -52,9 +53,18 @@ class BatchRecords:
         self._bus = bus
         self._bucket = Bucket(bus, bus.names.batches_bucket)
 
-    async def add_file(self, record: FileRecord, *, ttl_s: int) -> None:
-        """Make a file known, for as long as it is there. Raises BrokerUnavailableError."""
-        await self._put(_file_key(record.tenant, record.id), msgspec.json.encode(record), expected=0, ttl_s=ttl_s)
+    async def add_file(
+        self, record: FileRecord, *, ttl_s: int, check: Callable[[list[FileRecord]], None] | None = None
+    ) -> None:
+        """Make a file known, for as long as it is there, unless it was barred. Raises BrokerUnavailableError.
+
+        `check` is called as in `add_batch`.
+        """
+        key, value = _file_key(record.tenant, record.id), msgspec.json.encode(record)
+        if check is None:
+            await self._put(key, value, expected=0, ttl_s=ttl_s)
+        else:
+            await self._put_beside(f"file.{record.tenant}.*", key, value, FileRecord, check, ttl_s=ttl_s)
 
     async def file(self, tenant: str, file: str) -> FileRecord | None:
         """A file of a tenant; None also for an id that cannot be. Raises BrokerUnavailableError."""
@@ -86,13 +96,17 @@ class BatchRecords:
                 raise BrokerUnavailableError(f"file {file} may be there still: {removed}")
             await tries.pause()
 
-    async def add_batch(self, record: BatchRecord) -> bool:
+    async def add_batch(self, record: BatchRecord, *, check: Callable[[list[BatchRecord]], None] | None = None) -> bool:
         """Make a batch known; False if there is one of its id, perhaps this one, whose answer was lost.
 
-        Raises BrokerUnavailableError.
+        `check` is called with those that the tenant has, perhaps several times, and raises where they are too many.
+        What it last let pass is still all there is when the broker writes: no two that are added at once exceed what
+        it allows. Raises BrokerUnavailableError.
         """
-        key = _batch_key(record.tenant, record.id)
-        return await self._put(key, msgspec.json.encode(record), expected=0) is not None
+        key, value = _batch_key(record.tenant, record.id), msgspec.json.encode(record)
+        if check is None:
+            return await self._put(key, value, expected=0) is not None
+        return await self._put_beside(f"batch.{record.tenant}.*", key, value, BatchRecord, check)
 
     async def forget_batch(self, tenant: str, batch: str) -> None:
         """Forget a batch that is over; fine if it is not there, or is not known to be forgotten."""
@@ -155,8 +169,37 @@ class BatchRecords:
                 lease=_decoded(entry, Lease) if is_lease else None,
             )
 
-    async def _put(self, key: str, value: bytes, *, expected: int, ttl_s: int | None = None) -> int | None:
+    async def _put_beside(
+        self,
+        keys: str,
+        key: str,
+        value: bytes,
+        kind: type[_R],
+        check: Callable[[list[_R]], None],
+        *,
+        ttl_s: int | None = None,
+    ) -> bool:
+        """Write a new key while nothing is written under `keys`; False if it was written before."""
+        tries = Backoff(first_s=_BESIDE_FIRST_S, max_s=_AGAIN_MAX_S, for_s=self._bus.settings.retry_for_s)
+        while True:
+            entries = [entry async for entry in self._bucket.changes(after=0, keys=keys)]
+            if any(entry.key == key for entry in entries):
+                return False
+            check(_records(entries, kind))
+            last = entries[-1].revision if entries else 0
+            if await self._put(key, value, expected=last, of_keys=keys, ttl_s=ttl_s) is not None:
+                return True
+            if tries.is_over:
+                raise BrokerUnavailableError(f"{key} cannot be written: too much is written beside it")
+            await tries.pause()
+
+    async def _put(
+        self, key: str, value: bytes, *, expected: int, of_keys: str | None = None, ttl_s: int | None = None
+    ) -> int | None:
+        """Write if the last revision of the key, or of all `of_keys`, is that; the new one, None if it is not."""
         headers = {subjects.HDR_EXPECTED_LAST_SUBJECT_SEQUENCE: str(expected)}
+        if of_keys is not None:
+            headers[subjects.HDR_EXPECTED_LAST_SUBJECT_SEQUENCE_SUBJECT] = f"{self._bucket.prefix}{of_keys}"
         if ttl_s is not None:
             headers[subjects.HDR_TTL] = str(ttl_s)
         result = await store_surely(self._bus, f"{self._bucket.prefix}{key}", value, headers=headers)
@@ -167,8 +210,7 @@ class BatchRecords:
         raise BrokerUnavailableError(f"{key} cannot be written: {result.description}")
 
     async def _list(self, keys: str, kind: type[_R]) -> list[_R]:
-        found = [_decoded(entry, kind) async for entry in self._bucket.changes(after=0, keys=keys)]
-        return [record for record in found if record is not None]
+        return _records([entry async for entry in self._bucket.changes(after=0, keys=keys)], kind)
 
 
 class BatchResults:
@@ -220,6 +262,11 @@ def _batch_key(tenant: str, batch: str) -> str:
 
 def _lease_key(tenant: str, batch: str) -> str:
     return f"batch.{tenant}.{batch}.{_LEASE}"
+
+
+def _records(entries: list[KeyValue], kind: type[_R]) -> list[_R]:
+    found = [_decoded(entry, kind) for entry in entries]
+    return [record for record in found if record is not None]
 
 
 _D = TypeVar("_D")

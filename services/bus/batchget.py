@@ -85,6 +85,8 @@ async def request_many(bus: Bus, subject: str, data: bytes, *, what: str) -> lis
         while True:
             message = await bus.next_message(subscription, timeout_s)
             if message is None:
+                if (denial := bus.denial_of(subject)) is not None:
+                    raise denial
                 raise BrokerUnavailableError(f"cannot read {what}: no answer within {timeout_s:g} s")
             headers = message.headers or {}
             status = headers.get("Status")

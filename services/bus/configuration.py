@@ -17,7 +17,7 @@ from headrace.schemas.config import AliasConfig, Config, ModelConfig, TenantConf
 from headrace.schemas.config_text import Entry, InvalidConfig, decode_entry, key_of, parse_key
 from headrace.schemas.subjects import DEFAULT_TENANT
 
-__all__ = ["ConfigView", "StoredEntry", "read_config", "read_entries", "read_model"]
+__all__ = ["ConfigView", "StoredEntry", "config_of", "read_config", "read_entries", "read_model"]
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ async def read_config(bus: Bus) -> Config:
         stored = await read_entries(bus)
     except NotProvisionedError:
         return Config()
-    return _config_of({key: each.entry for key, each in stored.items() if each.entry is not None})
+    return config_of({key: each.entry for key, each in stored.items() if each.entry is not None})
 
 
 async def read_model(bus: Bus, model: str) -> ModelConfig:
@@ -132,7 +132,7 @@ class ConfigView:
                 self._take(change)
                 self._revision = max(self._revision, change.revision)
         if self._is_behind:
-            self.config = _config_of(self._entries)
+            self.config = config_of(self._entries)
             self.tenants = frozenset({DEFAULT_TENANT, *self.config.tenants})
             self.changed.set()
         self._is_behind = False
@@ -164,7 +164,8 @@ def _stored(change: KeyValue) -> StoredEntry:
         return StoredEntry(change.key, change.revision, None, str(error))
 
 
-def _config_of(entries: Mapping[str, Entry]) -> Config:
+def config_of(entries: Mapping[str, Entry]) -> Config:
+    """The configuration that entries of the bucket make, by their keys."""
     sections: dict[str, dict[str, Any]] = {"tenants": {}, "models": {}, "aliases": {}}
     for key, entry in entries.items():
         parsed = parse_key(key)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import re
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -22,12 +23,19 @@ from headrace.bus.clock import BrokerClock
 from headrace.bus.credentials import connect_options
 from headrace.bus.inbox import Inbox, give_inbox
 from headrace.bus.steady import SteadyClient, honouring_cancel
-from headrace.errors import BrokerUnavailableError, BrokerUnsuitableError, NotProvisionedError
+from headrace.errors import (
+    BrokerDeniedError,
+    BrokerTlsError,
+    BrokerUnavailableError,
+    BrokerUnsuitableError,
+    NotProvisionedError,
+)
 from headrace.schemas.subjects import SERVICE_INBOX_PREFIX, Names
 from headrace.settings import Settings
 
 __all__ = [
     "DEFAULT_PENDING",
+    "HEADER_ROOM_BYTES",
     "ApiRefused",
     "Bus",
     "Message",
@@ -58,17 +66,19 @@ ERR_STREAM_FULL: Final = 10077
 ERR_SEQUENCE_NOT_FOUND: Final = 10043
 
 ERR_TOO_LARGE: Final = 10054
-_HEADER_ROOM_BYTES: Final = 16_384
+HEADER_ROOM_BYTES: Final = 16_384
+"""What headers of ours may take of a message; the rest is for its body."""
 
 _LOST_RACE: Final = frozenset({ERR_WRONG_LAST_SEQUENCE, ERR_WRONG_LAST_SEQUENCE_CONSTANT})
 _RECONNECT_WAIT_S: Final = 0.2
-_SILENT_S: Final = 4.0
-"""How long to wait for a broker without a word."""
+_SILENT_S: Final = 0.8
+"""How long to wait for a broker without a word; one that is there answers much sooner."""
 _PING_INTERVAL_S: Final = 5
 _CLOCK_EVERY_S: Final = 60.0
 _MAX_DENIALS: Final = 32
 _UNAUTHORIZED: Final = "authorization violation"
 _DENIAL: Final = "permissions violation"
+_TLS_TROUBLE: Final = re.compile(r"\b(?:ssl|tls|certificate)\b", re.IGNORECASE)
 _DROPPED: Final = ("reset by peer", "broken pipe", "unexpected eof")
 _MAX_PENDING_MESSAGES: Final = 65_536
 _MAX_PENDING_BYTES: Final = 32 * 1024 * 1024
@@ -209,6 +219,11 @@ class Bus:
         self.clock.learn(answer, asked_at=asked_at, answered_at=time.monotonic())
 
     @property
+    def shown_url(self) -> str:
+        """Where it was connected to, without what is secret."""
+        return _without_secrets(self.url)
+
+    @property
     def connection_id(self) -> str:
         """Server id and client id of the current connection, as the server's own notices name it; "" without one."""
         if not self.nc.is_connected or self.nc.client_id is None:
@@ -235,7 +250,8 @@ class Bus:
     ) -> Msg:
         """One request and its first reply.
 
-        Raises NotProvisionedError (no responders), BrokerUnavailableError (no answer).
+        Raises NotProvisionedError (no responders), BrokerUnavailableError (no answer; BrokerDeniedError where the
+        broker said that it does not permit it).
         """
         timeout_s = timeout_s or self.settings.request_timeout_s
         try:
@@ -243,16 +259,22 @@ class Bus:
         except NoRespondersError:
             raise NotProvisionedError(f"nobody answers on {subject}") from None
         except (NatsTimeoutError, TimeoutError):
-            if self.is_denied(subject):
-                raise BrokerUnavailableError(f"the broker does not permit {subject} to this credential") from None
-            if any(f'"{self.inbox_prefix.lower()}.' in words for words in self.denials):
-                raise BrokerUnavailableError(
-                    f"the broker does not permit inboxes below {self.inbox_prefix} to this credential: "
-                    "it is another part's, worker's or tenant's"
-                ) from None
+            if (denial := self.denial_of(subject)) is not None:
+                raise denial from None
             raise BrokerUnavailableError(f"no answer on {subject} within {timeout_s:g} s") from None
         except (NatsError, OSError) as error:
             raise BrokerUnavailableError(f"{subject}: {error or type(error).__name__}") from None
+
+    def denial_of(self, subject: str) -> BrokerDeniedError | None:
+        """Why the broker lets no answer to a request come, as it said of late; None where it said nothing of it."""
+        if self.is_denied(subject):
+            return BrokerDeniedError(f"the broker does not permit {subject} to this credential")
+        if any(f'"{self.inbox_prefix.lower()}.' in words for words in self.denials):
+            return BrokerDeniedError(
+                f"the broker does not permit inboxes below {self.inbox_prefix} to this credential: "
+                "it is another part's, worker's or tenant's"
+            )
+        return None
 
     def is_denied(self, subject: str) -> bool:
         """Whether the broker said of late that this credential may not use the subject."""
@@ -261,7 +283,7 @@ class Bus:
     @property
     def max_data_bytes(self) -> int:
         """Largest message body that is sure to pass with headers of ours beside it."""
-        return int(self.nc.max_payload) - _HEADER_ROOM_BYTES
+        return int(self.nc.max_payload) - HEADER_ROOM_BYTES
 
     async def store(
         self, subject: str, data: bytes, *, headers: Mapping[str, str], timeout_s: float | None = None
@@ -377,6 +399,8 @@ async def connect(
 ) -> AsyncIterator[Bus]:
     """A connected `Bus`. Tries for `retry_for_s`, then raises BrokerUnavailableError with the last reason.
 
+    That is BrokerDeniedError or BrokerTlsError where a server answered.
+
     Shows the credential and the certificate that the settings name; raises ConfigError where one cannot be used.
     """
     options = connect_options(settings)
@@ -413,7 +437,8 @@ async def connect(
             log.warning("lost the connection to the broker; reconnecting")
 
     def on_long_wait() -> None:
-        log.warning("no NATS server answers at %s yet; trying for %g s", _without_secrets(url), settings.retry_for_s)
+        shown, reason = _without_secrets(url), problems[0] if problems else "no answer"
+        log.warning("no NATS server answers at %s yet: %s; trying for %g s", shown, reason, settings.retry_for_s)
 
     nc = SteadyClient()
     waiting = asyncio.get_running_loop().call_later(_SILENT_S, on_long_wait)
@@ -438,9 +463,11 @@ async def connect(
         is_dropped = any(words in reason.lower() for words in _DROPPED)
         if is_dropped and nc._server_info.get("auth_required"):  # its words are lost where it had not read all of ours
             reason = f"{_UNAUTHORIZED}, as it seems: {reason}"
+        if nc._server_info.get("tls_verify") and settings.nats_tls_cert is None:  # which it may have no time to say
+            reason = f"it asks for a certificate: {reason}"
         with contextlib.suppress(NatsError, OSError, AssertionError):  # it asserts that it has a server to close
             await nc.close()
-        raise BrokerUnavailableError(_why_not(url, settings, reason)) from None
+        raise _why_not(url, settings, reason) from None
     except asyncio.CancelledError:
         with contextlib.suppress(NatsError, OSError, AssertionError):
             await nc.close()
@@ -454,17 +481,26 @@ async def connect(
 
 
 def _is_refusal(problems: list[str]) -> bool:
-    return bool(problems) and _UNAUTHORIZED in problems[0].lower()
+    return bool(problems) and (_UNAUTHORIZED in problems[0].lower() or _TLS_TROUBLE.search(problems[0]) is not None)
 
 
-def _why_not(url: str, settings: Settings, reason: str) -> str:
+def _why_not(url: str, settings: Settings, reason: str) -> BrokerUnavailableError:
     """Why there is no connection, and what to do about it."""
     shown = _without_secrets(url)
+    if _TLS_TROUBLE.search(reason) is not None:
+        return BrokerTlsError(
+            f"the NATS server at {shown} and this machine do not agree on TLS: {reason}. Name who signed its "
+            "certificate with HEADRACE_NATS_TLS_CA, and where it asks for one of ours, that with HEADRACE_NATS_TLS_CERT"
+        )
     if _UNAUTHORIZED not in reason.lower():
-        return f"no NATS server answers at {shown}: {reason}. Start one with `headrace up`, or set HEADRACE_NATS_URL"
+        return BrokerUnavailableError(
+            f"no NATS server answers at {shown}: {reason}. Start one with `headrace up`, or set HEADRACE_NATS_URL"
+        )
     if settings.nats_credentials is not None:
-        return f"the NATS server at {shown} does not know the credential {settings.nats_credentials} ({reason})"
-    return (
+        return BrokerDeniedError(
+            f"the NATS server at {shown} does not know the credential {settings.nats_credentials} ({reason})"
+        )
+    return BrokerDeniedError(
         f"the NATS server at {shown} lets nobody in without a credential: name its file with "
         "HEADRACE_NATS_CREDENTIALS, or a user and password in the URL"
     )

@@ -14,6 +14,7 @@ from headrace.schemas.subjects import DEFAULT_POOL, DEFAULT_TENANT, Names, is_mo
 __all__ = [
     "ACCOUNT",
     "GATEWAY",
+    "HOST",
     "MONITOR",
     "NOTICES",
     "OPERATOR",
@@ -32,7 +33,7 @@ ACCOUNT: Final = "HEADRACE"
 """The account that everything of a deployment is in."""
 SYSTEM_ACCOUNT: Final = "SYS"
 
-Role = Literal["operator", "router", "worker", "monitor", "notices", "gateway", "tenant"]
+Role = Literal["operator", "router", "worker", "monitor", "notices", "gateway", "host", "tenant"]
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -68,6 +69,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 return permissions.notices()
             case "gateway":
                 return permissions.gateway(names)
+            case "host":
+                return permissions.host(names)
             case "operator":
                 return permissions.operator(names)
 
@@ -86,6 +89,7 @@ ROUTER: Final = Member(role="router")
 MONITOR: Final = Member(role="monitor")
 NOTICES: Final = Member(role="notices")
 GATEWAY: Final = Member(role="gateway")
+HOST: Final = Member(role="host")
 TENANT: Final = Member(role="tenant", tenant=DEFAULT_TENANT)
 
 STANDING: Final = (
@@ -94,6 +98,7 @@ STANDING: Final = (
     MONITOR,
     NOTICES,
     GATEWAY,
+    HOST,
     TENANT,
 )
 """Users that every deployment has."""

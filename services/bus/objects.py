@@ -6,19 +6,24 @@ written; nothing here holds more of an object than a few chunks.
 
 import base64
 import hashlib
+import math
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Final
 
 import msgspec
 
-from headrace.bus.batchget import batch_get
+from headrace.bus.batchget import batch_each, batch_get
+from headrace.bus.clock import parse_time
 from headrace.bus.connection import ApiRefused, Bus, Refused
 from headrace.bus.surely import store_surely
 from headrace.errors import BrokerUnavailableError, ObjectGoneError
 from headrace.schemas import subjects
 
-__all__ = ["ObjectInfo", "ObjectWriter", "Objects"]
+__all__ = ["WRITER_RESTS_S", "ObjectInfo", "ObjectWriter", "Objects", "StoredObject"]
+
+WRITER_RESTS_S: Final = 3600.0
+"""A writer that stored nothing for longer gives up: what it wrote before may have been taken for a dead one's."""
 
 _CHUNK_BYTES: Final = 128 * 1024
 _NUM_CHUNKS_AT_ONCE: Final = 8
@@ -38,6 +43,22 @@ class ObjectInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     chunks: int = 0
     digest: str = ""
     options: _Options = _Options()
+
+
+class StoredObject(msgspec.Struct, frozen=True):
+    """An object, and when its description was written, in Unix seconds by the broker's clock."""
+
+    info: ObjectInfo
+    stored_at: float
+
+
+class _State(msgspec.Struct, frozen=True):
+    subjects: dict[str, int] | None = None
+
+
+class _StreamInfo(msgspec.Struct, frozen=True):
+    state: _State = _State()
+    total: int = 0
 
 
 class Objects:
@@ -92,6 +113,43 @@ class Objects:
         await self.purge(self.meta_subject(name))
         await self.purge(self.chunk_subject(info.nuid))
 
+    async def each(self) -> AsyncIterator[StoredObject]:
+        """All objects that were committed, in the order of their writing. Raises BrokerUnavailableError.
+
+        Raises it also for a description that cannot be read: what belongs to it is not known then.
+        """
+        async for message in batch_each(self._bus, self._stream, f"$O.{self._bucket}.M.*", from_sequence=1):
+            stored_at = _stored_at(message.headers)
+            try:
+                info = msgspec.json.decode(message.data, type=ObjectInfo)
+            except msgspec.DecodeError as error:
+                raise BrokerUnavailableError(f"{self._stream}: {message.subject} cannot be read: {error}") from None
+            yield StoredObject(info, stored_at)
+
+    async def nuids(self) -> set[str]:
+        """Of which objects there are chunks, committed or not. Raises BrokerUnavailableError."""
+        found: set[str] = set()
+        prefix = f"$O.{self._bucket}.C."
+        while True:
+            payload = {"subjects_filter": f"{prefix}*", "offset": len(found)}
+            try:
+                data = await self._bus.api(f"STREAM.INFO.{self._stream}", payload)
+            except ApiRefused as refused:
+                raise BrokerUnavailableError(f"{self._stream}: {refused}") from None
+            info = msgspec.json.decode(data, type=_StreamInfo)
+            page = {subject.removeprefix(prefix) for subject in info.state.subjects or {}} - found
+            found |= page
+            if not page or len(found) >= info.total:
+                return found
+
+    async def last_chunk_at(self, nuid: str) -> float | None:
+        """When the last chunk of an object was written; None if there is none. Raises BrokerUnavailableError."""
+        reply = await self._bus.request(f"$JS.API.DIRECT.GET.{self._stream}.{self.chunk_subject(nuid)}")
+        headers = reply.headers or {}
+        if subjects.HDR_SEQUENCE not in headers and headers.get("Status") != "404":
+            raise BrokerUnavailableError(f"cannot read {self._stream}: status {headers.get('Status')}")
+        return _stored_at(headers) if subjects.HDR_SEQUENCE in headers else None
+
     async def purge(self, subject: str) -> None:
         """Drop all messages of a subject. Raises BrokerUnavailableError."""
         try:
@@ -128,6 +186,7 @@ class ObjectWriter:
         self._buffer = bytearray()
         self._digest = hashlib.sha256()
         self._num_chunks = 0
+        self._stored_at = bus.clock.now()
         self.size_bytes = 0
 
     async def write(self, data: bytes) -> None:
@@ -164,10 +223,18 @@ class ObjectWriter:
         self._num_chunks += 1
 
     async def _store(self, subject: str, data: bytes, message_id: str) -> None:
+        if self._bus.clock.now() - self._stored_at > WRITER_RESTS_S:
+            raise BrokerUnavailableError(f"object {self._name} was left alone for too long while it was written")
         headers = {subjects.HDR_MSG_ID: message_id, subjects.HDR_TTL: str(self._ttl_s)}
         result = await store_surely(self._bus, subject, data, headers=headers)
         if isinstance(result, Refused):
             raise BrokerUnavailableError(f"object {self._name} cannot be stored: {result.description}")
+        self._stored_at = self._bus.clock.now()
+
+
+def _stored_at(headers: Mapping[str, str] | None) -> float:
+    """When a message was stored; a time that is not told counts as never long ago."""
+    return parse_time((headers or {}).get(subjects.HDR_TIMESTAMP, "")) or math.inf
 
 
 def digest_text(digest: bytes) -> str:

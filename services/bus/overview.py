@@ -1,6 +1,5 @@
 """One read of the deployment: who works, what waits. Writes nothing, so anybody may call it at any time."""
 
-import time
 from datetime import UTC, datetime
 from typing import Final
 
@@ -90,7 +89,7 @@ async def list_workers(bus: Bus) -> tuple[list[WorkerOverview], list[GoneWorker]
 
 async def _list_beats(bus: Bus) -> tuple[list[tuple[Heartbeat, float]], list[GoneWorker]]:
     """Beats of live workers with their age in seconds, by id, and the workers that are gone."""
-    now = time.time()
+    now = bus.clock.now()
     live: list[tuple[Heartbeat, float]] = []
     gone: list[GoneWorker] = []
     bucket = bus.names.workers_bucket
@@ -159,8 +158,9 @@ def _with_position(queues: list[QueueOverview], beats: list[Heartbeat], config: 
     for each, queue in zip(queues, waiting, strict=True):
         pools = config.model(each.model).servers_of(each.pool)
         place = position(waiting, queue, num_ahead=each.queued, weights=weights)
-        wait_s = eta_s(place, [beat for beat in beats if beat.pool in pools])
-        placed.append(msgspec.structs.replace(each, position=place, eta_s=wait_s))
+        is_paused = config.model(each.model).paused
+        wait_s = eta_s(place, [beat for beat in beats if beat.pool in pools], is_paused=is_paused)
+        placed.append(msgspec.structs.replace(each, position=place, eta_s=wait_s, paused=is_paused))
     return placed
 
 
@@ -200,7 +200,7 @@ async def _oldest_age_s(bus: Bus, model: str, queue: QueueName, after: int) -> f
     """Age of the first message never handed out; None if it was fetched in the meantime."""
     payload = {"seq": after + 1, "next_by_subj": bus.names.jobs(model, queue)}
     reply = await bus.request(f"$JS.API.DIRECT.GET.{bus.names.jobs_stream(model)}", msgspec.json.encode(payload))
-    return _age_s(reply, time.time()) if subjects.HDR_TIMESTAMP in (reply.headers or {}) else None
+    return _age_s(reply, bus.clock.now()) if subjects.HDR_TIMESTAMP in (reply.headers or {}) else None
 
 
 def _age_s(message: Msg, now: float) -> float:

@@ -12,7 +12,7 @@ import msgspec
 
 from headrace.schemas.subjects import DEFAULT_POOL, INBOX, SERVICE_INBOX_PREFIX, Names, Service, service_inbox
 
-__all__ = ["Permissions", "gateway", "monitor", "notices", "operator", "router", "tenant", "worker"]
+__all__ = ["Permissions", "gateway", "host", "monitor", "notices", "operator", "router", "tenant", "worker"]
 
 _API: Final = "$JS.API"
 _ANSWER_WITHIN: Final = "30s"
@@ -141,7 +141,7 @@ def worker(names: Names, worker: str, model: str, pools: Iterable[str] = (DEFAUL
 
 
 def monitor(names: Names) -> Permissions:
-    """Evicts, hands over, ends what is overdue, tidies the log."""
+    """Evicts, hands over, ends what is overdue, tidies the log, decides how many replicas there shall be."""
     return Permissions(
         publish=(
             *_look_at_deployment(names),
@@ -158,6 +158,7 @@ def monitor(names: Names) -> Permissions:
             *_read_keys(names.config_bucket, names.workers_bucket),
             "$JS.ACK.>",
             f"$KV.{names.workers_bucket}.*",
+            f"$KV.{names.instances_bucket}.scale.*.*",
             *_append(names),
             f"{names.prefix}.dead.*.*.*",
             f"{names.prefix}.jobs.*.*.*.*",
@@ -213,6 +214,47 @@ def gateway(names: Names) -> Permissions:
     )
 
 
+def host(names: Names) -> Permissions:
+    """A host agent and the workers it starts, which share its credential: any model's, under any id.
+
+    It makes the streams of the models that it starts workers of.
+    """
+    return Permissions(
+        publish=(
+            *_look_at_deployment(names),
+            f"{_API}.STREAM.INFO.*",
+            f"{_API}.STREAM.CREATE.*",
+            f"{_API}.CONSUMER.LIST.*",
+            f"{_API}.CONSUMER.INFO.*.*",
+            f"{_API}.CONSUMER.MSG.NEXT.*.*",
+            f"{_API}.CONSUMER.CREATE.*.*.{names.prefix}.jobs.*.*.*.*",
+            f"{_API}.DIRECT.GET.*",
+            "$JS.ACK.>",
+            *_read_log(names),
+            *_read_keys(names.config_bucket, names.workers_bucket, names.instances_bucket),
+            f"$KV.{names.workers_bucket}.*",
+            f"$KV.{names.instances_bucket}.>",
+            *_append(names),
+            f"{names.prefix}.dead.*.*.*",
+            f"{names.prefix}.jobs.*.*.*.*",
+            f"{names.prefix}.wake.*.*.*.*",
+            names.ctl("*"),
+        ),
+        subscribe=(
+            names.ctl("*"),
+            f"{names.prefix}.tokenize.*",
+            f"{names.prefix}.wake.*.*.*.*",
+            f"$KV.{names.workers_bucket}.*",
+            f"$KV.{names.config_bucket}.>",
+            f"$KV.{names.instances_bucket}.>",
+            names.metrics(),
+            *_service("host"),
+            *_service("worker"),
+        ),
+        may_answer=True,
+    )
+
+
 def operator(names: Names) -> Permissions:
     """The command line, which may start any part too: everything of the deployment, and JetStream as a whole."""
     buckets = _buckets(names)
@@ -240,7 +282,13 @@ def _logs(names: Names) -> list[str]:
 
 
 def _buckets(names: Names) -> tuple[str, ...]:
-    return (names.workers_bucket, names.config_bucket, names.usage_bucket, names.batches_bucket)
+    return (
+        names.workers_bucket,
+        names.config_bucket,
+        names.usage_bucket,
+        names.instances_bucket,
+        names.batches_bucket,
+    )
 
 
 def _look_at_deployment(names: Names) -> list[str]:

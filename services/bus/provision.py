@@ -14,10 +14,15 @@ from headrace.settings import Settings
 
 __all__ = [
     "MINIMUM_SERVER",
+    "Difference",
     "Provisioned",
+    "StreamConfig",
     "apply_queue_limit",
+    "deployment_streams",
+    "differences",
     "ensure_jobs_stream",
     "ensure_provisioned",
+    "jobs_stream",
     "provision",
 ]
 
@@ -48,6 +53,24 @@ class Provisioned(msgspec.Struct, frozen=True):
     changes: tuple[str, ...] = ()
 
 
+class Difference(msgspec.Struct, frozen=True):
+    """One setting of a stream that is not what it should be."""
+
+    key: str
+    has: Any
+    wanted: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_short(self.has)} → {_short(self.wanted)}"
+
+
+def differences(current: StreamConfig, wanted: StreamConfig) -> list[Difference]:
+    """What provisioning would change. Settings that it does not make are the operator's own."""
+    return [
+        Difference(key, current.get(key), value) for key, value in wanted.items() if not _same(current.get(key), value)
+    ]
+
+
 class _InfoReply(msgspec.Struct, frozen=True):
     config: dict[str, Any]
 
@@ -58,7 +81,7 @@ async def provision(bus: Bus, *, models: tuple[str, ...] = ()) -> list[Provision
     Raises BrokerUnsuitableError where the server is too old or something cannot be changed in place.
     """
     await require_jetstream(bus, minimum=MINIMUM_SERVER)
-    made = [await _ensure(bus, config) for config in _deployment_streams(bus.names, bus.settings)]
+    made = [await _ensure(bus, config) for config in deployment_streams(bus.names, bus.settings)]
     return made + [await _ensure(bus, await _configured_jobs_stream(bus, model)) for model in models]
 
 
@@ -83,7 +106,7 @@ async def ensure_provisioned(bus: Bus) -> None:
 
 async def _make_missing(bus: Bus) -> None:
     await require_jetstream(bus, minimum=MINIMUM_SERVER)
-    for config in _deployment_streams(bus.names, bus.settings):
+    for config in deployment_streams(bus.names, bus.settings):
         if await _current(bus, config) is None:
             log.info("stream %s is missing; making it", config["name"])
             await _create(bus, config)
@@ -134,7 +157,8 @@ def jobs_stream(names: Names, settings: Settings, model: str, queue_limit: int |
     }
 
 
-def _deployment_streams(names: Names, settings: Settings) -> list[StreamConfig]:
+def deployment_streams(names: Names, settings: Settings) -> list[StreamConfig]:
+    """The streams that every deployment has, buckets and the object store among them."""
     logs = [_log_stream(names, settings, shard) for shard in range(names.num_shards)]
     dead = {
         "name": names.dead_stream,
@@ -151,7 +175,11 @@ def _deployment_streams(names: Names, settings: Settings) -> list[StreamConfig]:
     }
     usage = _bucket(names.usage_bucket, settings, history=1) | {"allow_msg_ttl": True}
     config = _bucket(names.config_bucket, settings, history=_CONFIG_HISTORY)
-    return [*logs, dead, workers, config, usage, *_batch_streams(names, settings)]
+    instances = _bucket(names.instances_bucket, settings, history=1) | {
+        "allow_msg_ttl": True,
+        "subject_delete_marker_ttl": _MARKER_TTL_S * _NANOSECONDS,
+    }
+    return [*logs, dead, workers, config, usage, instances, *_batch_streams(names, settings)]
 
 
 def _batch_streams(names: Names, settings: Settings) -> list[StreamConfig]:
@@ -230,11 +258,7 @@ async def _ensure(bus: Bus, config: StreamConfig) -> Provisioned:
     if current is None:
         await _create(bus, config)
         return Provisioned(name, "created")
-    changes = tuple(
-        f"{key}: {_short(current.get(key))} → {_short(value)}"
-        for key, value in config.items()
-        if not _same(current.get(key), value)
-    )
+    changes = tuple(str(difference) for difference in differences(current, config))
     if not changes:
         return Provisioned(name, "unchanged")
     try:

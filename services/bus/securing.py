@@ -21,6 +21,7 @@ import msgspec
 from headrace.bus.credentials import new_credential, public_key, read_credential
 from headrace.bus.members import STANDING, Member, Tls, accounts, as_text, check
 from headrace.bus.private_files import write_private
+from headrace.bus.server import MAX_PAYLOAD_BYTES
 from headrace.errors import ConfigError
 from headrace.schemas.subjects import Names
 
@@ -131,7 +132,7 @@ class SecureDirectory:
                 "host": host,
                 "port": 4222,
                 "pid_file": str(self.path / "nats-server.pid"),
-                "max_payload": 1024 * 1024,
+                "max_payload": MAX_PAYLOAD_BYTES,
                 "jetstream": {"store_dir": str(self.path / "jetstream"), "sync_interval": "1s"},
             }
         )

@@ -28,11 +28,12 @@ from headrace.bus.private_files import write_private
 from headrace.errors import BrokerUnavailableError, ConfigError
 from headrace.lifecycle import ChildProcess
 
-__all__ = ["DEFAULT_PORT", "BrokerInfo", "EmbeddedBroker", "discover", "find_nats_server"]
+__all__ = ["DEFAULT_PORT", "MAX_PAYLOAD_BYTES", "BrokerInfo", "EmbeddedBroker", "discover", "find_nats_server"]
 
 DEFAULT_PORT: Final = 4222
 _HOST: Final = "127.0.0.1"
-_MAX_PAYLOAD_BYTES: Final = 1024 * 1024
+MAX_PAYLOAD_BYTES: Final = 1024 * 1024
+"""Largest message that Headrace is made for; a broker that takes less makes it refuse large requests."""
 _MAX_LOG_BYTES: Final = 16 * 1024 * 1024
 _POLL_S: Final = 0.005
 _PROBE_TIMEOUT_S: Final = 1.0
@@ -175,7 +176,7 @@ class EmbeddedBroker:
             "log_file": str(self._dir / "broker.log"),
             "logfile_size_limit": _MAX_LOG_BYTES,
             "logfile_max_num": 2,
-            "max_payload": _MAX_PAYLOAD_BYTES,
+            "max_payload": MAX_PAYLOAD_BYTES,
             "jetstream": {"store_dir": str(self._dir / "broker"), "sync_interval": "1s"},
         }
         if self._accounts is not None:

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -29,16 +30,18 @@ _COMMANDS: Final = {
     "drain": "headrace.cli.workers:drain",
     "evict": "headrace.cli.workers:evict",
     "serve": "headrace.cli.serve:serve",
+    "models": "headrace.cli.models:models",
     "tenant": "headrace.cli.tenants:tenant",
     "config": "headrace.cli.config:config",
     "provision": "headrace.cli.provision:provision",
+    "doctor": "headrace.cli.doctor:doctor",
     "bench": "headrace.bench.command:bench",
 }
 """In the order of the help; each is imported when it is used, so that no command waits for what others need."""
 
 
 class _Commands(click.Group):
-    """Commands imported on use; expected errors become one line on stderr and an exit code."""
+    """Commands imported on use; an error becomes one line on stderr and an exit code, a bug below its traceback."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -54,19 +57,16 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except ConfigError as error:
-            _say(error)
-            ctx.exit(EXIT_USAGE)
-        except HeadraceError as error:
-            _say(error)
-            ctx.exit(EXIT_FAILED)
-        except ExceptionGroup as group:  # a task group's failure; its leaves are what went wrong
-            expected, unexpected = group.split(HeadraceError)
-            if expected is None or unexpected is not None:
-                raise
-            first = next(_leaves(expected))
-            _say(first)
-            ctx.exit(EXIT_USAGE if isinstance(first, ConfigError) else EXIT_FAILED)
+        except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError):
+            raise  # click's own, which it handles
+        except Exception as error:  # the edge of the process: whatever it was, its reason is the last line
+            leaves = list(_leaves(error))
+            expected = [each for each in leaves if isinstance(each, HeadraceError)]
+            unexpected = [each for each in leaves if not isinstance(each, HeadraceError)]
+            if unexpected:
+                traceback.print_exception(error)
+            _say(*expected[:1], *unexpected[:1])
+            ctx.exit(EXIT_USAGE if isinstance(leaves[0], ConfigError) and not unexpected else EXIT_FAILED)
         except KeyboardInterrupt:
             ctx.exit(EXIT_INTERRUPTED)
 
@@ -83,6 +83,7 @@ def command() -> None:
       headrace up                         start everything on this machine, with a small model
       headrace ask "What is a headrace?"  ask it, from another terminal
       headrace status                     who works, what waits
+      headrace doctor                     what is wrong, and what to do
 
     \b
     Onwards:
@@ -99,18 +100,27 @@ def main() -> None:
     command(prog_name="headrace")
 
 
-def _leaves(group: ExceptionGroup[HeadraceError]) -> Iterator[HeadraceError]:
-    for error in group.exceptions:
-        if isinstance(error, ExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error
+def _leaves(error: Exception) -> Iterator[Exception]:
+    """What went wrong: the error itself, or of a task group's failure each that is in it."""
+    if isinstance(error, ExceptionGroup):
+        for each in error.exceptions:
+            yield from _leaves(each)
+    else:
+        yield error
 
 
-def _say(error: HeadraceError) -> None:
-    """The error on one line: what a message may quote from elsewhere cannot break out of it."""
-    text = " | ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
+def _say(*errors: Exception) -> None:
+    """The errors on one line: what a message may quote from elsewhere cannot break out of it."""
+    text = "; ".join(map(_on_one_line, errors))
     shown = "".join(char if char.isprintable() else "?" for char in text)
     if len(shown) > _MAX_ERROR_CHARS:
         shown = shown[: _MAX_ERROR_CHARS - 1] + "…"
     print(f"headrace: {shown}", file=sys.stderr, flush=True)
+
+
+def _on_one_line(error: Exception) -> str:
+    text = " | ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    name = type(error).__name__
+    if isinstance(error, HeadraceError):
+        return text or name
+    return f"unexpected {name}: {text}" if text else f"unexpected {name}"

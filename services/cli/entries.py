@@ -6,9 +6,11 @@ from typing import Any
 import click
 import msgspec
 
-from headrace.bus.configuration import StoredEntry, read_entries
+from headrace.bus.configuration import StoredEntry, read_config, read_entries
 from headrace.bus.connection import Bus, Refused, Stored
 from headrace.bus.keyvalue import Bucket
+from headrace.bus.overview import list_models
+from headrace.cli.render import safe
 from headrace.errors import BrokerUnavailableError, ConfigError, HeadraceError
 from headrace.schemas.config import TenantConfig
 from headrace.schemas.config_text import Entry, InvalidConfig, decode_entry, encode_entry, key_of
@@ -21,6 +23,7 @@ __all__ = [
     "has_keys",
     "tenant_of_entry",
     "warn_if_opened",
+    "warn_of_unknown_models",
     "with_kept_keys",
     "write_entry",
     "write_tenant",
@@ -64,6 +67,17 @@ async def warn_if_opened(bus: Bus, before: Mapping[str, StoredEntry]) -> None:
         click.echo(
             "headrace: no tenant has an API key any more: the gateway takes every request, as tenant default", err=True
         )
+
+
+async def warn_of_unknown_models(bus: Bus, entry: TenantConfig) -> None:
+    """Say which of the models that a tenant may use nobody knows of yet."""
+    if not entry.models:
+        return
+    config = await read_config(bus)
+    known = {*await list_models(bus), *config.models, *config.aliases}
+    for model in entry.models:
+        if model not in known:
+            click.echo(f"headrace: no model or alias {safe(model)} is known yet", err=True)
 
 
 async def write_tenant(bus: Bus, name: str, entry: TenantConfig | None, known: StoredEntry | None) -> None:

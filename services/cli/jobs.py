@@ -51,6 +51,7 @@ class ShownJob(msgspec.Struct, frozen=True, kw_only=True):
     worker: str | None
     position: int | None
     eta_s: float | None
+    paused: bool
     finish_reason: str | None
     usage: dict[str, Any] | None
     error: Any
@@ -87,14 +88,18 @@ def show(settings: Settings, job: str, tenant: str, as_json: bool) -> None:
 @jobs.command()
 @click.argument("job")
 @tenant_option
+@click.option("--json", "as_json", is_flag=True, help="One JSON object: what the job is now.")
 @with_settings
-def cancel(settings: Settings, job: str, tenant: str) -> None:
+def cancel(settings: Settings, job: str, tenant: str, as_json: bool) -> None:
     """Cancel a job, queued or running. Fails if it had ended in another way before."""
     check_job(job, tenant)
     status = asyncio.run(_cancel(settings, job, tenant))
+    if as_json:
+        click.echo(msgspec.json.encode(status).decode())
     if status.state != "cancelled":
         raise HeadraceError(f"job {job} was not cancelled: it is {status.state} already")
-    click.echo(f"job {job} is cancelled")
+    if not as_json:
+        click.echo(f"job {job} is cancelled")
 
 
 async def _show(settings: Settings, job: str, tenant: str) -> ShownJob:
@@ -125,6 +130,7 @@ async def _show(settings: Settings, job: str, tenant: str) -> ShownJob:
         worker=owner.worker if owner is not None else None,
         position=place.position if place is not None else None,
         eta_s=place.eta_s if place is not None else None,
+        paused=place is not None and place.paused,
         finish_reason=choices[0].get("finish_reason"),
         usage=body.get("usage"),
         error=body.get("error"),
@@ -168,7 +174,8 @@ def _print(shown: ShownJob) -> None:
     facts = [("job", shown.job), ("tenant", shown.tenant), ("state", shown.state), ("attempt", str(shown.attempt))]
     facts += [("tokens", str(shown.num_tokens)), ("worker", shown.worker or "-")]
     if shown.position is not None:
-        facts.append(("before it", f"{shown.position}, about {duration(shown.eta_s)}"))
+        wait = "the model is paused" if shown.paused else f"about {duration(shown.eta_s)}"
+        facts.append(("before it", f"{shown.position}, {wait}"))
     if shown.finish_reason:
         facts.append(("finish_reason", shown.finish_reason))
     if shown.usage:

@@ -11,7 +11,7 @@ import click
 from headrace.discipline.capacity import bytes_per_token
 from headrace.worker.modelconfig import KV_DTYPES, kv_bytes_per_token, read_model_config
 
-__all__ = ["memory_options"]
+__all__ = ["memory_options", "parse_size"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -48,7 +48,8 @@ def memory_options(function: _F) -> Callable[..., Any]:
     return wrapper
 
 
-def _parse_size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
+def parse_size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
+    """Bytes of a size such as 4GiB; a callback for click."""
     found = _SIZE.fullmatch(text) if text is not None else None
     if text is not None and found is None:
         raise click.BadParameter(f"{text[:60]!r}: expected a number of {', '.join(_UNITS)}", ctx=ctx, param=param)
@@ -88,7 +89,7 @@ _OPTIONS: Final = (
         help="Type of the cache's numbers where it is not the model's, such as fp8; with --model-config.",
     ),
     click.option(
-        "--memory-reserve", metavar="SIZE", callback=_parse_size,
+        "--memory-reserve", metavar="SIZE", callback=parse_size,
         help="Memory to leave free, such as 512MiB or 4GiB; default a tenth of all.",
     ),
     click.option(

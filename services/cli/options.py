@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -23,6 +23,7 @@ __all__ = [
     "model_option",
     "parse_assignments",
     "tenant_option",
+    "with_flags",
     "with_settings",
 ]
 
@@ -64,10 +65,20 @@ def with_settings(function: _F) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
+    def wrapper(flags: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return function(load(flags), *args, **kwargs)
+
+    return with_flags(wrapper)
+
+
+def with_flags(function: _F) -> Callable[..., Any]:
+    """Give the command those options as first argument, by their settings' names, and leave the loading to it."""
+
+    @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         flags = dict(click.get_current_context().find_root().obj or {})
         flags |= {key: value for key in _KEYS if (value := kwargs.pop(key)) is not None}
-        return function(load(flags), *args, **kwargs)
+        return function(flags, *args, **kwargs)
 
     return _with_options(wrapper)
 

@@ -80,12 +80,21 @@ def _workers(now: Overview) -> Table:
             f"{each.kv_reserved_tokens:,}/{each.kv_capacity_tokens:,}",
             each.pool,
             f"{each.host}:{each.pid}",
-            each.reason,
+            _why(each),
         )
         for each in now.workers
     ]
     columns = ("id", "model", "engine", "state", "running", "KV tokens", "pool", "host:pid", "")
     return table("Workers", columns, rows, right=("running", "KV tokens"))
+
+
+def _why(each: WorkerOverview) -> str:
+    """Why it takes nothing; else why its engine was started again last, if it was."""
+    health = each.health
+    if each.reason or health is None or not health.restarts:
+        return each.reason
+    times = "once" if health.restarts == 1 else f"{health.restarts} times"
+    return f"taken out {times}, last: {health.last_restart}"
 
 
 def _running(each: WorkerOverview) -> str:
@@ -106,7 +115,7 @@ def _queues(now: Overview) -> Table:
             str(each.queued),
             str(each.running),
             duration(each.oldest_age_s),
-            duration(each.eta_s),
+            "paused" if each.paused else duration(each.eta_s),
         )
         for each in now.queues
     ]

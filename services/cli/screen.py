@@ -93,13 +93,15 @@ class Screen:
             with contextlib.suppress(HeadraceError):
                 now = await self._client.status(self._stream.job)
                 if self._is_queued.is_set():
-                    self._show_waiting(now.position, now.eta_s)
+                    self._show_waiting(now.position, now.eta_s, is_paused=now.paused)
 
-    def _show_waiting(self, position: int | None, eta_s: float | None) -> None:
+    def _show_waiting(self, position: int | None, eta_s: float | None, *, is_paused: bool = False) -> None:
         if not self._has_terminal:
             return
         place = "waiting" if position is None else "next in the queue" if not position else f"{position} before it"
         eta = "" if eta_s is None or not math.isfinite(eta_s) else f", about {duration(eta_s)}"
+        if is_paused:
+            eta = "; the model is paused"
         if self._status is None:
             self._status = self._err.status("")
             self._status.start()

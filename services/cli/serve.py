@@ -7,14 +7,16 @@ from typing import Any, Final
 import click
 
 from headrace.bus.connection import Bus
+from headrace.cli.host import host
 from headrace.cli.http import load_gateway
 from headrace.cli.memory_options import memory_options
 from headrace.cli.options import parse_assignments, with_settings
-from headrace.cli.serving import LogFormat, run_part
+from headrace.cli.serving import LogFormat, log_format_option, run_part
 from headrace.errors import ConfigError
 from headrace.schemas.subjects import DEFAULT_POOL, is_model_name, is_name, is_worker_id
 from headrace.settings import Settings
 from headrace.worker.engines.factory import ENGINES, make_engine
+from headrace.worker.memory import shared_folder
 
 __all__ = ["DEFAULT_MODEL", "serve"]
 
@@ -23,12 +25,10 @@ DEFAULT_MODEL: Final = "smollm2-135m"
 
 _KV_TOKENS_OPTION: Final = {"llama": "n_ctx", "openai": "kv_tokens", "sim": "kv_tokens", "vllm": "kv_tokens"}
 
-_log_format = click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
-
 
 @click.group()
 def serve() -> None:
-    """Run one part: router, worker, monitor or gateway.
+    """Run one part: router, worker, monitor, gateway, or the agent of a host that runs workers.
 
     Parts meet only at the broker (HEADRACE_NATS_URL), so they may run on any machine, and any number of each.
     SIGTERM drains: a worker finishes what fits in HEADRACE_GRACE_S, hands the rest back, and exits 0.
@@ -36,7 +36,7 @@ def serve() -> None:
 
 
 @serve.command()
-@_log_format
+@log_format_option
 @with_settings
 def router(settings: Settings, log_format: LogFormat) -> None:
     """Take requests in: validate, admit, queue; answer status and cancel requests."""
@@ -46,7 +46,7 @@ def router(settings: Settings, log_format: LogFormat) -> None:
 
 
 @serve.command()
-@_log_format
+@log_format_option
 @with_settings
 def monitor(settings: Settings, log_format: LogFormat) -> None:
     """Watch the workers: who lives, who changed, who is lost.
@@ -59,7 +59,7 @@ def monitor(settings: Settings, log_format: LogFormat) -> None:
 
 
 @serve.command()
-@_log_format
+@log_format_option
 @with_settings
 def gateway(settings: Settings, log_format: LogFormat) -> None:
     """Answer OpenAI's API over HTTP, on HEADRACE_HTTP_HOST and HEADRACE_HTTP_PORT; port 0 is any free one.
@@ -85,7 +85,7 @@ def gateway(settings: Settings, log_format: LogFormat) -> None:
     "-o", "--option", "options", multiple=True, callback=parse_assignments, metavar="KEY=VALUE",
     help="An option of the engine; repeatable.",
 )  # fmt: skip
-@_log_format
+@log_format_option
 @with_settings
 def worker(
     settings: Settings,
@@ -125,8 +125,9 @@ def worker(
         "max_concurrency": max_concurrency,
         **memory,
     }
-    built = make_engine(engine, model, {**_as_options(derived), **options})
     identity = _checked_id(worker_id or settings.worker_id or f"{engine}-{secrets.token_hex(3)}")
+    told = {**_as_options(derived), **options}
+    built = make_engine(engine, model, told, worker=identity, shared_folder=shared_folder(settings.state_dir))
     wanted = WorkerOptions(
         worker=identity, model=model, pool=pool, max_concurrency=max_concurrency, kv_tokens=kv_tokens
     )
@@ -135,6 +136,9 @@ def worker(
         await run_worker(bus, built, wanted, stop=stop)
 
     run_part("worker", settings, part, log_format=log_format, worker=identity)
+
+
+serve.add_command(host)
 
 
 def _as_options(values: dict[str, Any]) -> dict[str, str]:

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Final, Literal
 
+import click
+
 from headrace import __version__, telemetry
 from headrace.bus.connection import Bus, connect
 from headrace.cli.options import located
@@ -14,13 +16,17 @@ from headrace.logs import configure_logging
 from headrace.schemas.subjects import Service, service_inbox
 from headrace.settings import Settings
 
-__all__ = ["LogFormat", "Part", "run_part", "run_until"]
+__all__ = ["LogFormat", "Part", "log_format_option", "run_part", "run_until"]
 
 log = logging.getLogger(__name__)
 
 _GC_YOUNG: Final = 20_000
 
 LogFormat = Literal["text", "json"]
+
+log_format_option: Final = click.option(
+    "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True
+)
 
 Part = Callable[[Bus, asyncio.Event], Awaitable[None]]
 """What a part does with a connection until the event is set."""

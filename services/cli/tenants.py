@@ -1,7 +1,8 @@
 """`headrace tenant`: who may use the deployment, with which limits, models and API keys."""
 
 import asyncio
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Any
 
 import click
 import msgspec
@@ -17,11 +18,14 @@ from headrace.cli.entries import (
     find_tenant,
     has_keys,
     warn_if_opened,
+    warn_of_unknown_models,
     write_tenant,
 )
 from headrace.cli.options import connected, with_settings
-from headrace.cli.render import console, safe, table
+from headrace.cli.render import console, safe
 from headrace.cli.tenant_keys import json_option, key, make_key, print_made
+from headrace.cli.tenant_set import set_
+from headrace.cli.tenant_table import listed_tenant, print_tenants
 from headrace.errors import HeadraceError
 from headrace.schemas.config import TenantConfig
 from headrace.schemas.config_text import key_of, parse_key
@@ -30,27 +34,14 @@ from headrace.settings import Settings
 
 __all__ = ["tenant"]
 
-_ALL: Final = "-"
 
-
-class ListedKey(msgspec.Struct, frozen=True):
-    """A key as `list --json` shows it."""
-
-    name: str
-    id: str
-
-
-class ListedTenant(msgspec.Struct, frozen=True, kw_only=True):
-    """One tenant of `list --json`; None is no limit, no pool of its own, and for `models` all of them."""
+class RemovedTenant(msgspec.Struct, frozen=True, kw_only=True):
+    """What `remove --json` prints: what is left of it. Requests are counted where they had a queue of its own."""
 
     tenant: str
-    weight: float
-    max_in_flight: int | None
-    requests_per_minute: int | None
-    tokens_per_minute: int | None
-    pool: str | None
-    models: tuple[str, ...] | None
-    keys: tuple[ListedKey, ...]
+    num_requests: int
+    num_batches: int
+    num_files: int
 
 
 @click.group()
@@ -59,6 +50,7 @@ def tenant() -> None:
 
 
 tenant.add_command(key)
+tenant.add_command(set_)
 
 
 @tenant.command()
@@ -109,17 +101,21 @@ def list_(settings: Settings, as_json: bool) -> None:
         if each.problem and each.key.startswith("tenants."):
             click.echo(f"headrace: {safe(each.problem)}; it is left out", err=True)
         if parsed is not None and isinstance(each.entry, TenantConfig):
-            listed.append(_listed(parsed[1], each.entry))
+            listed.append(listed_tenant(parsed[1], each.entry))
     if as_json:
         click.echo(msgspec.json.encode(listed).decode())
-    else:
-        _print(listed, is_open=not has_keys(stored.values()))
+        return
+    print_tenants(listed)
+    if not has_keys(stored.values()):
+        said = "No tenant has an API key: the gateway takes every request, as tenant default."
+        console().print(Text(said, style="dim"))
 
 
 @tenant.command()
 @click.argument("name")
+@json_option
 @with_settings
-def remove(settings: Settings, name: str) -> None:
+def remove(settings: Settings, name: str, as_json: bool) -> None:
     """Remove tenant NAME with its limits and keys; its keys are refused within a second.
 
     Requests that are queued or running go on to their end, as those of a tenant that is not configured. So do open
@@ -127,9 +123,12 @@ def remove(settings: Settings, name: str) -> None:
     name; so is its credential at a secured broker, until `headrace provision --secure` removes it.
     """
     check_tenant_name(name)
-    told = asyncio.run(_remove(settings, name))
+    removed, is_secured = asyncio.run(_remove(settings, name))
+    if as_json:
+        click.echo(msgspec.json.encode(removed).decode())
+        return
     click.echo(f"tenant {name} is removed")
-    for line in told:
+    for line in _what_is_left(removed, is_secured=is_secured):
         click.echo(line)
 
 
@@ -144,71 +143,40 @@ async def _add(settings: Settings, name: str, entry: TenantConfig) -> None:
         if known is not None and (known.entry is not None or known.problem):
             raise HeadraceError(
                 f"tenant {name} is there already: `headrace tenant key add` makes it a key, "
-                "`headrace config apply` changes it"
+                "`headrace tenant set` changes it"
             )
         await write_tenant(bus, name, entry, known)
-        if entry.models:
-            config = await read_config(bus)
-            known_models = {*await list_models(bus), *config.models, *config.aliases}
-            for model in entry.models:
-                if model not in known_models:
-                    click.echo(f"headrace: no model or alias {safe(model)} is known yet", err=True)
+        await warn_of_unknown_models(bus, entry)
 
 
-async def _remove(settings: Settings, name: str) -> list[str]:
-    """Returns what is left of it: requests that have not ended, as far as they wait in a queue of its own, and more."""
-    told = []
+async def _remove(settings: Settings, name: str) -> tuple[RemovedTenant, bool]:
+    """What is left of it, and whether the broker asks for credentials."""
     async with connected(settings) as bus:
         config, stored = await read_config(bus), await read_entries(bus)
         await write_tenant(bus, name, None, find_tenant(stored, name, may_be_bad=True))
         await warn_if_opened(bus, stored)
         models = await list_models(bus) if config.queue_of(name) == name else []
-        if num_left := sum([await num_messages(bus, model, name) for model in models]):
-            told.append(f"{num_left} of its requests are queued or running and go on; `headrace jobs cancel` ends one")
-        open_batches = [batch for batch in await BatchRecords(bus).batches(name) if not batch.is_over]
-        if (num_open := len(open_batches)) and name != DEFAULT_TENANT:
-            told.append(f"{num_open} of its batches send nothing more, unless it is added again within their time")
-        if num_files := len(await BatchRecords(bus).files(name)):
-            told.append(f"{num_files} of its files stay until they expire; a new tenant of this name would have them")
-        if bus.settings.is_secured:
-            told.append(
-                f"its credential, if it has one, is good without limits now: `headrace provision --secure --remove "
-                f"tenant-{name}` takes it away"
-            )
-    return told
-
-
-def _listed(name: str, entry: TenantConfig) -> ListedTenant:
-    return ListedTenant(
-        tenant=name,
-        weight=entry.weight,
-        max_in_flight=entry.max_in_flight,
-        requests_per_minute=entry.requests_per_minute,
-        tokens_per_minute=entry.tokens_per_minute,
-        pool=entry.pool,
-        models=entry.models,
-        keys=tuple(ListedKey(key.name, key.id) for key in entry.keys or ()),
-    )
-
-
-def _print(listed: list[ListedTenant], *, is_open: bool) -> None:
-    out = console()
-    columns = ("tenant", "weight", "in flight", "requests/min", "tokens/min", "pool", "models", "keys")
-    rows = [
-        (
-            each.tenant,
-            f"{each.weight:g}",
-            *(_ALL if n is None else str(n) for n in (each.max_in_flight, each.requests_per_minute)),
-            _ALL if each.tokens_per_minute is None else str(each.tokens_per_minute),
-            each.pool or _ALL,
-            "all" if each.models is None else safe(", ".join(each.models)) or "none",
-            ", ".join(f"{key.name} ({key.id})" for key in each.keys) or "none",
+        records = BatchRecords(bus)
+        removed = RemovedTenant(
+            tenant=name,
+            num_requests=sum([await num_messages(bus, model, name) for model in models]),
+            num_batches=sum(not batch.is_over for batch in await records.batches(name)),
+            num_files=len(await records.files(name)),
         )
-        for each in listed
-    ]
-    if listed:
-        out.print(table("Tenants", columns, rows, right=columns[1:5]))
-    else:
-        out.print("No tenant is configured.")
-    if is_open:
-        out.print(Text("No tenant has an API key: the gateway takes every request, as tenant default.", style="dim"))
+        return removed, bus.settings.is_secured
+
+
+def _what_is_left(removed: RemovedTenant, *, is_secured: bool) -> Iterator[str]:
+    if removed.num_requests:
+        yield (
+            f"{removed.num_requests} of its requests are queued or running and go on; `headrace jobs cancel` ends one"
+        )
+    if removed.num_batches and removed.tenant != DEFAULT_TENANT:
+        yield f"{removed.num_batches} of its batches send nothing more, unless it is added again within their time"
+    if removed.num_files:
+        yield f"{removed.num_files} of its files stay until they expire; a new tenant of this name would have them"
+    if is_secured:
+        yield (
+            f"its credential, if it has one, is good without limits now: `headrace provision --secure --remove "
+            f"tenant-{removed.tenant}` takes it away"
+        )

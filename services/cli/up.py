@@ -1,6 +1,7 @@
 """`headrace up`: everything on this machine, from one command."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import shlex
@@ -12,6 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from headrace.bus.configuration import read_config
 from headrace.bus.members import TENANT
 from headrace.bus.securing import SecureDirectory
 from headrace.cli import http
@@ -21,14 +23,14 @@ from headrace.cli.secure import secure_directory
 from headrace.cli.serve import DEFAULT_MODEL
 from headrace.cli.serving import run_until
 from headrace.cli.stack import Plan, Stack, running_stack
-from headrace.errors import ConfigError
+from headrace.errors import BrokerError, ConfigError
 from headrace.lifecycle import wait_first
 from headrace.logs import configure_logging
 from headrace.schemas.subjects import DEFAULT_TENANT, is_model_name
 from headrace.settings import Settings, load
 from headrace.worker.engines.factory import ENGINES, make_engine
 
-__all__ = ["LogLines", "nats_one_liner", "up"]
+__all__ = ["LogLines", "curl_lines", "nats_one_liner", "up"]
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +100,7 @@ async def _up(settings: Settings, plan: Plan, stop: asyncio.Event, started: asyn
         started.set()
         if await stack.wait_ready(stop):
             lines.done()
-            click.echo(_next_steps(settings, stack))
+            click.echo(_next_steps(settings, stack, has_keys=await _has_keys(stack)))
         await wait_first(stop)
     lines.done()
 
@@ -158,7 +160,14 @@ def nats_one_liner(stack: Stack, directory: SecureDirectory | None = None) -> st
     return f"nats {server}req {shlex.quote(subject)} '{body}' --replies 0 --reply-timeout 60s"
 
 
-def _next_steps(settings: Settings, stack: Stack) -> str:
+async def _has_keys(stack: Stack) -> bool:
+    """Whether the gateway wants an API key."""
+    with contextlib.suppress(BrokerError):  # the hint is worth no failure
+        return (await read_config(stack.bus)).has_keys
+    return False
+
+
+def _next_steps(settings: Settings, stack: Stack, *, has_keys: bool) -> str:
     """What to type now; with the options that another terminal needs to find this deployment."""
     default = load({}, environ={})
     here = ""
@@ -179,7 +188,7 @@ def _next_steps(settings: Settings, stack: Stack) -> str:
             "Try in another terminal:",
             f'  headrace ask{here} "What is a headrace?"',
             f"  headrace status{here} --watch",
-            *_curl(settings, plan),
+            *curl_lines(settings, plan, has_keys=has_keys),
             f"  {nats_one_liner(stack, secure_directory(settings, None) if plan.is_secure else None)}",
             "",
             "Ctrl-C stops everything.",
@@ -187,13 +196,18 @@ def _next_steps(settings: Settings, stack: Stack) -> str:
     )
 
 
-def _curl(settings: Settings, plan: Plan) -> list[str]:
-    """A request over HTTP, for who has no other client at hand."""
+def curl_lines(settings: Settings, plan: Plan, *, has_keys: bool) -> list[str]:
+    """A request over HTTP, for who has no other client at hand; with a key where the gateway wants one."""
     if plan.http_port is None:
         return []
     url = f"{_http_url(settings, plan.http_port)}/v1/chat/completions"
     body = json.dumps({"model": plan.model, "messages": [{"role": "user", "content": "hi"}]})
-    return [f"  curl {url} -d {shlex.quote(body)}"]
+    if not has_keys:
+        return [f"  curl {url} -d {shlex.quote(body)}"]
+    return [
+        f"  curl {url} -H 'Authorization: Bearer KEY' -d {shlex.quote(body)}",
+        "    (KEY is a tenant's API key, which is shown once; `headrace tenant key add NAME` makes another)",
+    ]
 
 
 def _http_url(settings: Settings, port: int) -> str:

@@ -34,6 +34,14 @@ _BEATS_TO_COME_BACK: Final = 1.5
 _MAX_REASON_CHARS: Final = 200
 
 
+class Drained(msgspec.Struct, frozen=True, kw_only=True):
+    """What `drain --json` prints; `epoch` names the life of the worker that has ended, `wall_s` what it took."""
+
+    worker: str
+    epoch: str
+    wall_s: float
+
+
 class Evicted(msgspec.Struct, frozen=True, kw_only=True):
     """What `evict --json` prints: the requests the worker held and whether it lives and has registered anew."""
 
@@ -50,8 +58,9 @@ class Evicted(msgspec.Struct, frozen=True, kw_only=True):
     "--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), metavar="S",
     help=f"How long to wait for it to leave; default: HEADRACE_GRACE_S and {_MARGIN_S:g} s more.",
 )  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @with_settings
-def drain(settings: Settings, worker: str, timeout_s: float | None) -> None:
+def drain(settings: Settings, worker: str, timeout_s: float | None, as_json: bool) -> None:
     """Tell a worker to drain, and wait until it has left.
 
     It fetches nothing more, finishes what it can within its own grace period, hands the rest back to the queues, and
@@ -60,8 +69,8 @@ def drain(settings: Settings, worker: str, timeout_s: float | None) -> None:
     _check(worker)
     if timeout_s is None:
         timeout_s = settings.grace_s + _MARGIN_S
-    asyncio.run(_drain(settings, worker, timeout_s))
-    click.echo(f"worker {worker} has drained and left")
+    drained = asyncio.run(_drain(settings, worker, timeout_s))
+    click.echo(msgspec.json.encode(drained).decode() if as_json else f"worker {worker} has drained and left")
 
 
 @click.command()
@@ -87,7 +96,8 @@ def evict(settings: Settings, worker: str, reason: str, as_json: bool) -> None:
         _print(evicted)
 
 
-async def _drain(settings: Settings, worker: str, timeout_s: float) -> None:
+async def _drain(settings: Settings, worker: str, timeout_s: float) -> Drained:
+    begun_at = time.monotonic()
     async with connected(settings) as bus:
         beat = await _living(bus, worker)
         last = beat
@@ -102,7 +112,7 @@ async def _drain(settings: Settings, worker: str, timeout_s: float) -> None:
                 progress.say(f"{worker} is {last.state}, {len(last.held)} requests left")
                 seen = await bucket.get(worker)
                 if seen is None or seen.has_left or (seen.beat is not None and seen.beat.epoch != beat.epoch):
-                    return
+                    return Drained(worker=worker, epoch=beat.epoch, wall_s=round(time.monotonic() - begun_at, 3))
                 if seen.beat is None or seen.beat.is_tombstone:
                     raise HeadraceError(f"worker {worker} died while draining; its requests are handed over")
                 last = seen.beat

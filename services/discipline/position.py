@@ -60,11 +60,14 @@ def num_startable(workers: Iterable[Heartbeat], need_tokens: int) -> int:
     return number
 
 
-def eta_s(num_before: int, workers: Iterable[Heartbeat]) -> float | None:
+def eta_s(num_before: int, workers: Iterable[Heartbeat], *, is_paused: bool = False) -> float | None:
     """Seconds until a job with `num_before` others before it starts, by the workers' measured time per job.
 
-    0 where a worker has room for all of them; None where no worker has measured anything yet.
+    0 where a worker has room for all of them; None where no worker has measured anything yet, and while the model is
+    paused: nobody knows until when.
     """
+    if is_paused:
+        return None
     live = list(workers)
     num_free = sum(max(0, beat.max_concurrency - beat.running - beat.waiting) for beat in live)
     if live and num_before < num_free:

@@ -12,7 +12,7 @@ from headrace.client import Accepted, Client, Delta, Done, JobStream, Requeued, 
 from headrace.errors import HeadraceError, RequestError
 from headrace.gateway.errors import as_response, http_refusal, refusal_of
 from headrace.gateway.sse import Frames, comment, error_frames, waiting_comment
-from headrace.gateway.watching import SHUTTING_DOWN, Gone, OpenRequests, cancel
+from headrace.gateway.watching import CLIENT_LEFT, SHUTTING_DOWN, Gone, OpenRequests, cancel
 from headrace.schemas.refusals import Refusal
 
 __all__ = ["EventStream", "WholeAnswer"]
@@ -55,9 +55,12 @@ class EventStream(Response):
         self._num_held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write the stream to its end; an error after its begin is a frame."""
+        """Write the stream to its end; an error after its begin is a frame. Asked for the head alone, write that."""
         async with self._stream as stream:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            if scope["method"] == "HEAD":
+                await send({"type": "http.response.body"})
+                return
             last = await self._open.unless_gone(self._write(send), receive)
             if last is Gone.CLIENT:
                 await cancel(stream)
@@ -156,7 +159,9 @@ class EventStream(Response):
                 status = await self._client.status(self._stream.job)
         except (HeadraceError, TimeoutError):
             return waiting_comment(None, None)
-        return waiting_comment(status.position, status.eta_s) if status.state == "queued" else comment(status.state)
+        if status.state != "queued":
+            return comment(status.state)
+        return waiting_comment(status.position, status.eta_s, is_paused=status.paused)
 
 
 class WholeAnswer(Response):
@@ -176,9 +181,9 @@ class WholeAnswer(Response):
                 response = as_response(refusal_of(error))
             else:
                 if answer is Gone.CLIENT:
+                    response = Response(status_code=CLIENT_LEFT)
                     await cancel(stream)
-                    return
-                if isinstance(answer, Gone):
+                elif isinstance(answer, Gone):
                     response = as_response(http_refusal(SHUTTING_DOWN))
                 else:
                     response = Response(answer.data, media_type="application/json")

@@ -26,7 +26,7 @@ from headrace.gateway.openapi import OpenApi
 from headrace.gateway.origins import Origins
 from headrace.gateway.routing import route
 from headrace.gateway.tenants import Tenants
-from headrace.gateway.watching import OpenRequests
+from headrace.gateway.watching import CLIENT_LEFT, OpenRequests
 from headrace.schemas.openai import Operation
 
 __all__ = ["make_app", "routes_of"]
@@ -132,4 +132,4 @@ async def _on_no_route(request: Request, error: HTTPException) -> Response:
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
-    return Response(status_code=400)  # nobody reads it
+    return Response(status_code=CLIENT_LEFT)

@@ -1,7 +1,5 @@
 """OpenAI's batches: made, looked at, cancelled; and the URLs of batches and files."""
 
-import hashlib
-import uuid
 from typing import Any, Final
 
 import msgspec
@@ -16,6 +14,14 @@ from headrace.errors import BrokerUnavailableError, RequestError
 from headrace.gateway.files import FileRoutes
 from headrace.gateway.limits import read_body
 from headrace.gateway.paging import page
+from headrace.gateway.repeats import (
+    RepeatKey,
+    batch_id,
+    is_same_request,
+    is_sent_again,
+    made_before,
+    repeat_key,
+)
 from headrace.gateway.routing import route
 from headrace.gateway.tenants import tenant_of
 from headrace.gateway.watching import OpenRequests
@@ -71,42 +77,56 @@ class _Batches:
         self._files = Files(bus)
 
     async def create(self, request: Request) -> Response:
-        """Begin a batch; `X-Headrace-Id` makes it safe to ask again. Raises RequestError, BrokerError."""
+        """Begin a batch, or show the one that it began when it was sent before. Raises RequestError, BrokerError.
+
+        See `repeats` for what tells one that is sent again.
+        """
         data = await read_body(request, max_bytes=_MAX_BODY_BYTES)
         body = decode_object(data, max_bytes=_MAX_BODY_BYTES, max_depth=_MAX_DEPTH)
         if isinstance(body, Refusal):
             raise RequestError(body)
         if refusal := _check(body):
             raise RequestError(refusal)
-        tenant = tenant_of(request)
-        file = await self._files.get(tenant, body["input_file_id"])
-        if file.purpose != "batch":
-            raise RequestError(invalid("input_file_id", "must be a file with the purpose 'batch'"))
+        tenant, key = tenant_of(request), repeat_key(request.headers)
         now = int(self._bus.clock.now())
-        record = BatchRecord(
-            id=_batch_id(tenant, request.headers.get("x-headrace-id")),
+        wanted = BatchRecord(
+            id=batch_id(tenant, key),
             tenant=tenant,
             endpoint=body["endpoint"],
-            input_file_id=file.id,
+            input_file_id=body["input_file_id"],
             completion_window=body["completion_window"],
             created_at=now,
             expires_at=now + COMPLETION_WINDOWS_S[body["completion_window"]],
-            total=file.num_lines,
             metadata=body.get("metadata"),
             output_ttl_s=(body.get("output_expires_after") or {}).get("seconds"),
         )
-        seen = await self._records.batch(tenant, record.id)
+        record = await self._known(wanted, key)
+        if record is None and key is None and is_sent_again(request.headers):
+            record = made_before(wanted, await self._records.batches(tenant))
+        return _as_json(batch_object(record if record is not None else await self._begin(wanted, key)))
+
+    async def _begin(self, wanted: BatchRecord, key: RepeatKey | None) -> BatchRecord:
+        file = await self._files.get(wanted.tenant, wanted.input_file_id)
+        if file.purpose != "batch":
+            raise RequestError(invalid("input_file_id", "must be a file with the purpose 'batch'"))
+        record = msgspec.structs.replace(wanted, total=file.num_lines)
+        await self._make_room(record.tenant)
+        limit = self._bus.settings.batch_limit
+        if await self._records.add_batch(record, check=lambda others: _check_room(others, limit)):
+            self._keeper.nudge()
+            return record
+        known = await self._known(wanted, key)
+        if known is None:
+            raise BrokerUnavailableError(f"batch {wanted.id} cannot be made now")
+        return known
+
+    async def _known(self, wanted: BatchRecord, key: RepeatKey | None) -> BatchRecord | None:
+        seen = await self._records.batch(wanted.tenant, wanted.id)
         if seen is None:
-            await self._make_room(tenant)
-            if await self._records.add_batch(record):
-                self._keeper.nudge()
-                return _as_json(batch_object(record))
-            seen = await self._records.batch(tenant, record.id)
-        if seen is None:
-            raise BrokerUnavailableError(f"batch {record.id} cannot be made now")
-        if (seen.record.input_file_id, seen.record.endpoint) != (record.input_file_id, record.endpoint):
-            raise RequestError(invalid("X-Headrace-Id", "was used for another batch"))
-        return _as_json(batch_object(seen.record))
+            return None
+        if key is not None and not is_same_request(seen.record, wanted):
+            raise RequestError(invalid(key.header, "was used for another batch"))
+        return seen.record
 
     async def list(self, request: Request) -> Response:
         """The tenant's batches, newest first. Raises RequestError, BrokerError."""
@@ -146,14 +166,17 @@ class _Batches:
         """Refuse what would be one too many; what a tenant keeps is bounded, however many it makes and cancels."""
         settings = self._bus.settings
         records = await self._records.batches(tenant)
-        ended = [record for record in records if record.is_over]
-        if len(records) - len(ended) >= (limit := settings.batch_limit):
-            message = f"There are {limit} batches under way, which is the limit; try again when one has ended."
-            raise RequestError(Refusal(code="rate_limited", message=message, retry_after_s=60))
+        _check_room(records, settings.batch_limit)
         if len(await self._files.list(tenant)) > (limit := settings.file_limit):
             raise RequestError(invalid("input_file_id", f"has no room for results beside {limit} files; delete some"))
-        for record in ended[:-_MAX_ENDED]:
+        for record in [record for record in records if record.is_over][:-_MAX_ENDED]:
             await self._records.forget_batch(tenant, record.id)
+
+
+def _check_room(records: list[BatchRecord], limit: int) -> None:
+    if sum(not record.is_over for record in records) >= limit:
+        message = f"There are {limit} batches under way, which is the limit; try again when one has ended."
+        raise RequestError(Refusal(code="rate_limited", message=message, retry_after_s=60))
 
 
 def _check(body: dict[str, Any]) -> Refusal | None:
@@ -185,12 +208,6 @@ def _check_metadata(metadata: Any) -> Refusal | None:
         if refusal := _check_key(key, "metadata") or _check_value(value, "metadata"):
             return refusal
     return None
-
-
-def _batch_id(tenant: Tenant, key: str | None) -> str:
-    if key is None:
-        return f"batch_{uuid.uuid4().hex}"
-    return f"batch_{hashlib.blake2b(f'{tenant}/{key}'.encode(), digest_size=16).hexdigest()}"
 
 
 def _as_json(body: dict[str, Any]) -> Response:

@@ -1,6 +1,7 @@
 """OpenAI's files: the input and the results of batches."""
 
 from collections.abc import AsyncIterator
+from typing import Final
 
 import msgspec
 from starlette.requests import Request
@@ -19,7 +20,8 @@ from headrace.schemas.refusals import Refusal
 
 __all__ = ["FileRoutes"]
 
-_MAX_LISTED = 10_000
+_MAX_LISTED: Final = 10_000
+_BYTES: Final = "application/octet-stream"
 
 
 class FileRoutes:
@@ -53,20 +55,23 @@ class FileRoutes:
         return _as_json(file_object(await self._file(request)))
 
     async def content(self, request: Request) -> Response:
-        """The bytes of a file, as they are read. Raises RequestError (`file_not_found`), BrokerError."""
+        """The bytes of a file, as they are read. Raises RequestError (`file_not_found`), BrokerError.
+
+        Asked for the head alone, it answers by how the file is described, and reads nothing of it.
+        """
         file = await self._file(request)
-        pieces = self._files.read(file.tenant, file.id)
+        headers = {"content-length": str(file.size_bytes)}
         try:
+            if request.method == "HEAD":
+                await self._files.check_bytes(file.tenant, file.id)
+                return Response(media_type=_BYTES, headers=headers)
+            pieces = self._files.read(file.tenant, file.id)
             first = await anext(pieces, b"")
         except ObjectGoneError:
             raise RequestError(
                 Refusal(code="file_not_found", message="There is no file of this id.", param="file_id")
             ) from None
-        return StreamingResponse(
-            _with_first(first, pieces),
-            media_type="application/octet-stream",
-            headers={"content-length": str(file.size_bytes)},
-        )
+        return StreamingResponse(_with_first(first, pieces), media_type=_BYTES, headers=headers)
 
     async def remove(self, request: Request) -> Response:
         """Remove a file. Raises RequestError (`file_not_found`), BrokerError."""

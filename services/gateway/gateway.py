@@ -11,9 +11,10 @@ from headrace.bus.provision import ensure_provisioned
 from headrace.bus.services import answering
 from headrace.errors import BrokerUnavailableError
 from headrace.gateway.app import make_app
-from headrace.gateway.lifecycle import allow_many_connections, is_loopback, listening, serve, url_of
+from headrace.gateway.lifecycle import allow_many_connections, listening, serve
 from headrace.gateway.watching import OpenRequests
 from headrace.lifecycle import unless_stopped
+from headrace.listening import is_loopback, url_of
 
 __all__ = ["SERVICE_NAME", "run_gateway"]
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ipaddress
 import math
 import resource
 import socket
@@ -16,8 +15,9 @@ from headrace.errors import HeadraceError
 from headrace.gateway.protocol import BoundedProtocol
 from headrace.gateway.watching import OpenRequests
 from headrace.lifecycle import wait_first
+from headrace.listening import listen
 
-__all__ = ["allow_many_connections", "is_loopback", "listening", "serve", "url_of"]
+__all__ = ["allow_many_connections", "listening", "serve"]
 
 _KEEP_ALIVE_S: Final = 75
 _BACKLOG: Final = 1024
@@ -39,32 +39,15 @@ def allow_many_connections() -> None:
 @contextlib.contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
     """A listening socket; port 0 is any free one. Raises HeadraceError where the address cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's delay off only on connections of sockets that name TCP: without, 40 ms at each silence.
-    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as bound:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # each connection inherits it
-        try:
-            bound.bind((host, port))
-            bound.listen(_BACKLOG)
-        except (OSError, UnicodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "no such host"
-            raise HeadraceError(
-                f"cannot listen on {host} port {port}: {reason}. Choose another with HEADRACE_HTTP_HOST and "
-                "HEADRACE_HTTP_PORT (0 is any free port)"
-            ) from None
+    try:
+        bound = listen(host, port, backlog=_BACKLOG, send_buffer_bytes=_SEND_BUFFER_BYTES)
+    except OSError as error:
+        raise HeadraceError(
+            f"cannot listen on {host} port {port}: {error.strerror}. Choose another with HEADRACE_HTTP_HOST and "
+            "HEADRACE_HTTP_PORT (0 is any free port)"
+        ) from None
+    with bound:
         yield bound
-
-
-def url_of(bound: socket.socket) -> str:
-    """Where a client on this machine finds it."""
-    host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def is_loopback(bound: socket.socket) -> bool:
-    """Whether nobody but this machine reaches it."""
-    return ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
 
 
 async def serve(

@@ -2,7 +2,8 @@
 
 from typing import Any, Final
 
-from headrace.gateway.describing import JOB_ID, JSON, OF_KEYS, REF, errors, get, in_path, in_query, ok, ref
+from headrace.gateway.describing import JSON, OF_KEYS, REF, errors, get, in_path, in_query, ok, ref
+from headrace.gateway.repeats import MAX_KEY_CHARS
 from headrace.gateway.shapes_batches import Batch, Batches, DeletedFile, File, Files
 from headrace.schemas.batch_lines import OPERATION_OF_URL
 from headrace.schemas.batches import COMPLETION_WINDOWS_S, MAX_OUTPUT_TTL_S, MIN_TTL_S
@@ -16,7 +17,7 @@ _OF_FILES: Final = (*OF_KEYS, "file_not_found")
 _OF_BATCHES: Final = (*OF_KEYS, "batch_not_found")
 _OF_UPLOADS: Final = (*OF_KEYS, "invalid_json", "json_too_deep", "request_too_large")
 _FORM: Final = "multipart/form-data"
-_REPEAT: Final = "Makes it safe to send the same again."
+_REPEAT: Final = "The same again, of the same tenant, is the same batch, as long as that is known."
 _ID: Final = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,100}$"}
 _FILE: Final = in_path("file", _ID)
 _BATCH: Final = in_path("batch", _ID)
@@ -75,19 +76,17 @@ def batch_paths() -> dict[str, Any]:
             "get": get("List the batches, newest first", Batches, OF_KEYS, _limit(100), _AFTER),
             "post": {
                 **_send("Begin a batch", Batch, "BatchRequest", JSON, (*_OF_UPLOADS, "file_not_found")),
-                "parameters": [
-                    {
-                        "name": "X-Headrace-Id",
-                        "in": "header",
-                        "schema": JOB_ID,
-                        "description": "Makes it safe to repeat.",
-                    }
-                ],
+                "parameters": [_key("X-Headrace-Id"), _key("Idempotency-Key")],
             },
         },
         "/v1/batches/{batch}": {"get": get("Show a batch", Batch, _OF_BATCHES, _BATCH)},
         "/v1/batches/{batch}/cancel": {"post": get("Cancel a batch; what it has is kept", Batch, _OF_BATCHES, _BATCH)},
     }
+
+
+def _key(header: str) -> dict[str, Any]:
+    schema = {"type": "string", "minLength": 1, "maxLength": MAX_KEY_CHARS}
+    return {"name": header, "in": "header", "schema": schema, "description": _REPEAT}
 
 
 def _limit(most: int) -> dict[str, Any]:

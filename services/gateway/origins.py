@@ -5,7 +5,6 @@ each that could do something; after DNS rebinding it takes the gateway for the p
 still has the page's name. Programs that are no browsers send no `Origin`.
 """
 
-import ipaddress
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -14,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.gateway.errors import ORIGIN_NOT_ALLOWED, edge_error
+from headrace.listening import host_of, is_loopback_name
 
 __all__ = ["Origins"]
 
@@ -64,20 +64,8 @@ class Origins:
     def _is_own_name(self, host: str | None) -> bool:
         if host is None or not self._is_loopback or _ANY in self._allowed:
             return True
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            return False
-        return name in self._hosts or _is_loopback_name(name)
-
-
-def _is_loopback_name(name: str) -> bool:
-    if name == "localhost" or name.endswith(".localhost"):  # resolvers must not ask anybody about these (RFC 6761)
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
+        name = host_of(host) or ""
+        return name in self._hosts or is_loopback_name(name)
 
 
 def _preflight(origin: str, headers: Headers) -> Response:

@@ -17,6 +17,8 @@ MAX_HEAD_BYTES: Final = 32_768
 _HEAD_S: Final = 20.0
 _LINGER_S: Final = 2.0
 _STALL_S: Final = 300.0
+_DRAIN_S: Final = 5.0
+_MAX_DRAINED_BYTES: Final = 32 * 1024 * 1024
 
 _UPGRADE: Final = re.compile(rb"(?<=\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
 _END_OF_HEAD: Final = b"\r\n\r\n"
@@ -32,8 +34,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     A head that is too large is 431. After such an answer the connection stays open a moment, so that the client can
     read it: closing on unread data resets the connection. A head that does not come to its end in time, and a client
-    that takes nothing of its answer for minutes, lose their connection. An offer to change to another protocol, as some
-    clients make with every request, is ignored.
+    that takes nothing of its answer for minutes, lose their connection. So does one that goes on for long with the body
+    of a request that was answered: most clients read an answer only once they have sent everything, so a little more
+    is read. An offer to change to another protocol, as some clients make with every request, is ignored.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,6 +48,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_refused = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._drain_timer: asyncio.TimerHandle | None = None
+        self._num_drained_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """A new connection must send a whole head in time."""
@@ -60,6 +65,11 @@ class BoundedProtocol(HttpToolsProtocol):
         """Bytes of the client; after a refusal they are dropped."""
         if self._is_refused:
             return
+        if self._drain_timer is not None:
+            self._num_drained_bytes += len(data)
+            if self._num_drained_bytes > _MAX_DRAINED_BYTES:
+                self.transport.close()
+                return
         was_in_head = self._is_in_head
         super().data_received(data if self._is_in_body else _without_upgrade(data))
         if was_in_head and self._is_in_head and not self._is_refused:
@@ -94,7 +104,16 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """What follows is the next head."""
         self._is_in_body = False
+        self._stop_drain_timer()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Answered; of a body that has not come to its end, only so much is read."""
+        super().on_response_complete()
+        if self._is_in_body and not self._is_answering() and not self.transport.is_closing():
+            self._num_drained_bytes = 0
+            self._stop_drain_timer()
+            self._drain_timer = self.loop.call_later(_DRAIN_S, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
         """Called for what is no HTTP, and for what `_count` has refused."""
@@ -144,7 +163,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self._stall_timer.cancel()
             self._stall_timer = None
 
+    def _stop_drain_timer(self) -> None:
+        if self._drain_timer is not None:
+            self._drain_timer.cancel()
+            self._drain_timer = None
+
     def _stop_timers(self) -> None:
+        self._stop_drain_timer()
         self._stop_head_timer()
         self._stop_stall_timer()
 

@@ -81,13 +81,17 @@ def comment(text: str) -> bytes:
     return b": %b\n\n" % text.encode()
 
 
-def waiting_comment(position: int | None, eta_s: float | None) -> bytes:
-    """Where a queued request stands: how many would start before it, and in about how many seconds it starts."""
+def waiting_comment(position: int | None, eta_s: float | None, *, is_paused: bool = False) -> bytes:
+    """Where a queued request stands: how many would start before it, and in about how many seconds it starts, or that
+    its model is paused.
+    """
     text = "queued"
     if position is not None:
         text += f", position {position}"
     if eta_s is not None and math.isfinite(eta_s):
         text += f", about {math.ceil(eta_s)} s"
+    if is_paused:
+        text += ", the model is paused"
     return comment(text)
 
 

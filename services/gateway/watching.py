@@ -14,7 +14,7 @@ from headrace.client import JobStream
 from headrace.errors import HeadraceError, RequestError
 from headrace.schemas.refusals import Refusal
 
-__all__ = ["SHUTTING_DOWN", "Gone", "OpenRequests", "cancel"]
+__all__ = ["CLIENT_LEFT", "SHUTTING_DOWN", "Gone", "OpenRequests", "cancel"]
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,10 @@ SHUTTING_DOWN: Final = Refusal(
     message="This gateway is shutting down. The job goes on: read it on from another one, or send the request again.",
     retry_after_s=1,
 )
+
+
+CLIENT_LEFT: Final = 499
+"""The status of an answer that nobody was there to read, in figures and nowhere else: as nginx has it."""
 
 
 class Gone(enum.Enum):

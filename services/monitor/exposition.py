@@ -1,10 +1,9 @@
 """Prometheus's text of the whole deployment: what every part counted, and what the monitor sees now."""
 
 import asyncio
-import logging
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -12,21 +11,25 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
+from headrace import metrics
 from headrace.bus.connection import Bus
 from headrace.bus.heartbeats import WorkersView
 from headrace.bus.overview import overview
 from headrace.errors import BrokerError
-from headrace.schemas.metrics import Family, Measured
+from headrace.metrics import model_label
+from headrace.monitor.counted import counted
+from headrace.schemas.instances import GroupName
+from headrace.schemas.metrics import Measured
 from headrace.schemas.overview import Overview, QueueOverview, WorkerOverview
 
-__all__ = ["Exposition", "as_text"]
-
-log = logging.getLogger(__name__)
+__all__ = ["Answers", "Exposition", "as_text"]
 
 _WITHIN_S: Final = 0.5
 _QUIET_S: Final = 0.1
 _MAX_PARTS: Final = 2048
-_PLACE: Final = ("service", "process")
+_MAX_ANSWER_BYTES: Final = 512 << 10
+_MAX_BYTES: Final = 32 << 20
+_NONE: Final[Mapping[GroupName, int]] = {}
 
 
 class Exposition:
@@ -35,9 +38,10 @@ class Exposition:
     Those who come during a scrape share the next: however many ask, or leave again, nobody waits for more than two.
     """
 
-    def __init__(self, bus: Bus, view: WorkersView) -> None:
+    def __init__(self, bus: Bus, view: WorkersView, wanted: Callable[[], Mapping[GroupName, int]] = dict) -> None:
         self._bus = bus
         self._view = view
+        self._wanted = wanted
         self._one_at_a_time = asyncio.Lock()
         self._num_begun = 0
         self._latest: bytes | BrokerError | None = None
@@ -64,31 +68,30 @@ class Exposition:
             return error
         finally:
             asking.cancel()
-        return await asyncio.to_thread(as_text, parts, now)
+        text, dropped = await asyncio.to_thread(as_text, parts, now, self._wanted())
+        for kind, number in dropped.items():
+            metrics.METRICS_DROPPED.add(kind, number=number)
+        return text
 
     async def _ask(self) -> list[Measured]:
         """Until every live worker and, a moment long, nobody else has answered, or the time is over."""
         inbox = self._bus.new_inbox()
         answers = await self._bus.subscribe(inbox)
-        found: dict[str, Measured] = {}
+        found = Answers()
         until = time.monotonic() + _WITHIN_S
         try:
             await self._bus.publish(self._bus.names.metrics(), reply=inbox)
-            while (left_s := until - time.monotonic()) > 0 and len(found) < _MAX_PARTS:
-                wait_s = min(left_s, _QUIET_S) if self._have_all_workers(found.values()) else left_s
+            while (left_s := until - time.monotonic()) > 0:
+                wait_s = min(left_s, _QUIET_S) if self._have_all_workers(found.parts) else left_s
                 message = await self._bus.next_message(answers, wait_s)
                 if message is None:
                     break
-                try:
-                    measured = msgspec.json.decode(message.data, type=Measured)
-                except msgspec.DecodeError:
-                    log.warning("an undecodable answer to a question for metrics was ignored")
-                    continue
-                found.setdefault(measured.origin, measured)
+                if not found.take(message.data):
+                    metrics.METRICS_DROPPED.add("answer")
         finally:
             if not self._bus.nc.is_closed:
                 await answers.unsubscribe()
-        return list(found.values())
+        return list(found.parts)
 
     def _have_all_workers(self, found: Iterable[Measured]) -> bool:
         answered = {measured.process for measured in found}
@@ -96,11 +99,41 @@ class Exposition:
         return answered.issuperset(expected)
 
 
-def as_text(parts: Iterable[Measured], now: Overview) -> bytes:
-    """The metrics of the parts, each with its place as labels, and gauges of queues and workers."""
+class Answers:
+    """What parts answered to one question, each part's first answer, within bounds."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Measured] = {}
+        self._num_bytes = 0
+
+    @property
+    def parts(self) -> Iterable[Measured]:
+        """Those that were taken in."""
+        return self._parts.values()
+
+    def take(self, data: bytes) -> bool:
+        """Take in one answer; False where it is too large, one too many, or cannot be read."""
+        if len(data) > _MAX_ANSWER_BYTES or self._num_bytes + len(data) > _MAX_BYTES or len(self._parts) >= _MAX_PARTS:
+            return False
+        try:
+            measured = msgspec.json.decode(data, type=Measured)
+        except (msgspec.DecodeError, RecursionError):
+            return False
+        self._num_bytes += len(data)
+        self._parts.setdefault(measured.origin, measured)
+        return True
+
+
+def as_text(
+    parts: Sequence[Measured], now: Overview, wanted: Mapping[GroupName, int] = _NONE
+) -> tuple[bytes, Counter[str]]:
+    """The metrics of the parts, each with its place as labels, and gauges of queues, workers and wanted replicas; and
+    what was dropped of the former, by `kind`.
+    """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collected([*_counted(parts), *_of_queues(now.queues), *_of_workers(now.workers)]))
-    return generate_latest(registry)
+    families, dropped = counted(parts)
+    registry.register(_Collected([*families, *_of_queues(now.queues), *_of_workers(now.workers), _of_groups(wanted)]))
+    return generate_latest(registry), dropped
 
 
 class _Collected:
@@ -109,25 +142,6 @@ class _Collected:
 
     def collect(self) -> Iterator[Metric]:
         yield from self._metrics
-
-
-def _counted(parts: Iterable[Measured]) -> list[Metric]:
-    metrics: dict[str, Metric] = {}
-    for part in sorted(parts, key=lambda each: (each.service, each.process)):
-        place = dict(zip(_PLACE, (part.service[:40], part.process[:120]), strict=True))
-        for family in part.families:
-            if not family.is_well_formed:
-                continue
-            metric = metrics.setdefault(family.name, Metric(family.name, family.meaning[:200], family.kind))
-            if metric.type == family.kind:
-                _add(metric, family, place)
-    return list(metrics.values())
-
-
-def _add(metric: Metric, family: Family, place: dict[str, str]) -> None:
-    for sample in family.samples:
-        if sample.is_well_formed and sample.name.startswith(family.name):
-            metric.add_sample(sample.name, {**sample.labels, **place}, sample.value)
 
 
 def _of_queues(queues: Iterable[QueueOverview]) -> list[Metric]:
@@ -155,15 +169,28 @@ def _of_workers(workers: Iterable[WorkerOverview]) -> list[Metric]:
     memory = GaugeMetricFamily(
         "headrace_worker_memory_bytes", "Memory that its capacity is measured in.", labels=(*labels, "kind")
     )
+    left_out = GaugeMetricFamily("headrace_worker_left_out", "1 where restarts did not help.", labels=labels)
     for worker in workers:
         key = (worker.model, worker.pool, worker.id)
         state.add_metric((*key, worker.state), 1)
         running.add_metric(key, worker.running)
         waiting.add_metric(key, worker.waiting)
         slots.add_metric(key, worker.max_concurrency)
+        left_out.add_metric(key, int(worker.health is not None and worker.health.is_left_out))
         kv_tokens.add_metric((*key, "capacity"), worker.kv_capacity_tokens)
         kv_tokens.add_metric((*key, "reserved"), worker.kv_reserved_tokens)
         for kind in ("total", "free", "reserved"):
             if (value := getattr(worker, f"memory_{kind}_bytes")) is not None:
                 memory.add_metric((*key, kind), value)
-    return [state, running, waiting, slots, kv_tokens, memory]
+    return [state, running, waiting, slots, kv_tokens, memory, left_out]
+
+
+def _of_groups(wanted: Mapping[GroupName, int]) -> Metric:
+    """By model and pool; of models beyond the bound of the label, the sum."""
+    number: dict[tuple[str, str], int] = defaultdict(int)
+    for name, replicas in sorted(wanted.items()):
+        number[model_label(name.model), name.pool] += replicas
+    metric = GaugeMetricFamily("headrace_replicas_wanted", "Replicas that shall be there.", labels=("model", "pool"))
+    for key, replicas in number.items():
+        metric.add_metric(key, replicas)
+    return metric

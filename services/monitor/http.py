@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import socket
 from collections.abc import AsyncIterator
@@ -13,6 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from headrace.bus.connection import Bus
 from headrace.errors import BrokerError
+from headrace.listening import host_of, is_loopback, is_loopback_name, listen, url_of
 from headrace.monitor.exposition import Exposition
 
 __all__ = ["answering_http"]
@@ -40,15 +40,15 @@ async def answering_http(bus: Bus, exposition: Exposition) -> AsyncIterator[None
 
 async def _serve(bus: Bus, exposition: Exposition) -> None:
     with await _bound(bus.settings.http_host, bus.settings.monitor_port) as bound:
-        host, port = bound.getsockname()[:2]
-        runner = web.AppRunner(_app(bus, exposition, host), handle_signals=False, access_log=None, shutdown_timeout=1.0)
+        app = _app(bus, exposition, is_local=is_loopback(bound))
+        runner = web.AppRunner(app, handle_signals=False, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         server = runner.server
         assert server is not None
         loop = asyncio.get_running_loop()
         listening = await loop.create_server(lambda: _Door(server), sock=bound, backlog=_BACKLOG)
         try:
-            log.info("metrics at http://%s:%d/metrics", f"[{host}]" if ":" in host else host, port)
+            log.info("metrics at %s/metrics", url_of(bound))
             await loop.create_future()
         finally:
             listening.close()
@@ -79,35 +79,22 @@ async def _bound(host: str, port: int) -> socket.socket:
     is_told = False
     while True:
         try:
-            return _bind(host, port)
-        except (OSError, UnicodeError) as error:
+            return listen(host, port, backlog=_BACKLOG)
+        except OSError as error:
             if not is_told:
                 log.warning(
                     "no metrics: cannot listen on %s port %d: %s; trying again (HEADRACE_MONITOR_PORT names another)",
-                    host, port, error,
+                    host, port, error.strerror,
                 )  # fmt: skip
                 is_told = True
         await asyncio.sleep(_AGAIN_S)
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-        bound.listen(_BACKLOG)
-    except BaseException:
-        bound.close()
-        raise
-    return bound
-
-
-def _app(bus: Bus, exposition: Exposition, host: str) -> web.Application:
-    is_loopback = ipaddress.ip_address(host.partition("%")[0]).is_loopback
-
+def _app(bus: Bus, exposition: Exposition, *, is_local: bool) -> web.Application:
     async def metrics(request: web.Request) -> web.Response:
-        if is_loopback and not _is_local(request.host):
-            raise web.HTTPForbidden(text="ask for it by localhost or an address\n")
+        host = request.headers.get("Host")
+        if is_local and host is not None and not is_loopback_name(host_of(host) or ""):
+            raise web.HTTPForbidden(text="ask for it by localhost or its address\n")
         try:
             text = await exposition.text()
         except BrokerError as error:
@@ -124,14 +111,3 @@ def _app(bus: Bus, exposition: Exposition, host: str) -> web.Application:
     app = web.Application(client_max_size=1024)
     app.add_routes([web.get("/metrics", metrics), web.get("/healthz", health)])
     return app
-
-
-def _is_local(host: str) -> bool:
-    """Whether a browser that names this host meant this machine; a name of anybody's may lead here too."""
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-    if name.lower() == "localhost":
-        return True
-    try:
-        return bool(ipaddress.ip_address(name.strip("[]")))
-    except ValueError:
-        return False

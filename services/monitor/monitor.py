@@ -15,9 +15,11 @@ from headrace.bus.provision import ensure_provisioned
 from headrace.bus.services import Endpoint, IncomingRequest, answering, refuse, reply_with
 from headrace.errors import BrokerError, BrokerUnavailableError
 from headrace.lifecycle import unless_stopped, wait_first
+from headrace.monitor.autoscaler import Autoscaler
 from headrace.monitor.changes import Change, changes_between, live_beats
 from headrace.monitor.deadlines import Deadlines
 from headrace.monitor.guard import Guard
+from headrace.monitor.health import HealthGuard
 from headrace.monitor.lost import LostWorkers
 from headrace.monitor.orphans import remove_orphans_for_ever
 from headrace.monitor.tidying import tidying
@@ -45,14 +47,21 @@ async def run_monitor(bus: Bus, *, stop: asyncio.Event, has_http: bool = False) 
         return
     monitor = _Monitor(bus)
     view = WorkersView(bus)
+    autoscaler = Autoscaler(bus, view)
     endpoint = Endpoint(name="state", subject=bus.names.monitor_state(), handler=monitor.answer)
     bus.on_reconnect.append(monitor.on_reconnect)
     try:
         async with (
             view.running(),
-            answering(bus, SERVICE_NAME, [endpoint], description="Watches Headrace's workers"),
-            _answering_http(bus, view) if has_http else contextlib.nullcontext(),
-            _guarding(bus, view),
+            answering(
+                bus,
+                SERVICE_NAME,
+                [endpoint],
+                description="Watches Headrace's workers",
+                metadata={"prefix": bus.names.prefix, "notices": "no" if bus.settings.system_url is None else "yes"},
+            ),
+            _answering_http(bus, view, autoscaler) if has_http else contextlib.nullcontext(),
+            _guarding(bus, view, autoscaler),
             Deadlines(bus).running(),
             tidying(bus),
         ):
@@ -70,13 +79,15 @@ async def run_monitor(bus: Bus, *, stop: asyncio.Event, has_http: bool = False) 
 
 
 @contextlib.asynccontextmanager
-async def _guarding(bus: Bus, view: WorkersView) -> AsyncIterator[None]:
-    """Evict and hand over inside this context."""
+async def _guarding(bus: Bus, view: WorkersView, autoscaler: Autoscaler) -> AsyncIterator[None]:
+    """Evict, hand over and scale inside this context."""
     guard = Guard(bus, view)
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(guard.run(), name="guard"),
             group.create_task(remove_orphans_for_ever(bus), name="orphaned deliveries"),
+            group.create_task(HealthGuard(bus, view).run(), name="health"),
+            group.create_task(autoscaler.run(), name="autoscaler"),
         ]
         if (system_url := bus.settings.system_url) is not None:
             tasks.append(group.create_task(guard.listen(system_url), name="disconnect notices"))
@@ -87,11 +98,13 @@ async def _guarding(bus: Bus, view: WorkersView) -> AsyncIterator[None]:
                 task.cancel()
 
 
-def _answering_http(bus: Bus, view: WorkersView) -> contextlib.AbstractAsyncContextManager[None]:
+def _answering_http(
+    bus: Bus, view: WorkersView, autoscaler: Autoscaler
+) -> contextlib.AbstractAsyncContextManager[None]:
     from headrace.monitor.exposition import Exposition
     from headrace.monitor.http import answering_http
 
-    return answering_http(bus, Exposition(bus, view))
+    return answering_http(bus, Exposition(bus, view, lambda: autoscaler.wanted))
 
 
 class _Monitor:

@@ -8,7 +8,7 @@ import msgspec
 from headrace.bus.connection import Bus, Stored
 from headrace.bus.joblog import JobLog
 from headrace.bus.services import IncomingRequest, refuse, reply_with
-from headrace.discipline.position import eta_s, position, waiting_of
+from headrace.discipline.position import position, waiting_of
 from headrace.errors import BrokerError
 from headrace.lifecycle import Backoff
 from headrace.router.models import Models
@@ -172,6 +172,7 @@ class Control:
     async def _with_position(self, status: JobStatus, state: JobState) -> JobStatus:
         if not state.model or state.queue_sequence is None:
             return status
+        status = msgspec.structs.replace(status, paused=self._models.is_paused(state.model))
         try:
             headers = await self._message_headers(state.model, state.queue_sequence)
             queue = QueueName.from_subject((headers or {}).get(subjects.HDR_SUBJECT, ""))
@@ -184,7 +185,8 @@ class Control:
             log.info("the position of job %s is not known: %s", status.job, error)
             return status
         before = position(waiting, queue, num_ahead=num_ahead or 0)
-        return msgspec.structs.replace(status, position=before, eta_s=eta_s(before, workers))
+        eta = self._models.eta_s(before, state.model, queue.pool)
+        return msgspec.structs.replace(status, position=before, eta_s=eta)
 
 
 def _job_of(subject: str) -> tuple[str, str] | None:

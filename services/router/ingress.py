@@ -10,7 +10,7 @@ from headrace.bus.connection import Bus, Refused, Stored, StoreResult, Unknown
 from headrace.bus.joblog import JobLog
 from headrace.bus.services import IncomingRequest, refuse, reply_with
 from headrace.discipline.affinity import prefix_hashes
-from headrace.discipline.position import eta_s, position, retry_after_s, waiting_of
+from headrace.discipline.position import position, retry_after_s, waiting_of
 from headrace.errors import BrokerError, NotProvisionedError
 from headrace.lifecycle import Backoff
 from headrace.router.admission import Wish, check_reply, read_wish
@@ -255,7 +255,7 @@ class Ingress:
         return Refusal(
             code="rate_limited",
             message=f"tenant {job.tenant} has its limit of {limit} requests of the model in flight; try again later",
-            retry_after_s=retry_after_s(eta_s(0, self._models.workers_of(job.model, wish.queue.pool))),
+            retry_after_s=retry_after_s(self._models.eta_s(0, job.model, wish.queue.pool)),
         )
 
     async def _full(self, incoming: IncomingRequest, wish: Wish, job: Job, attempt: Try, span: Span) -> Refusal | None:
@@ -267,7 +267,7 @@ class Ingress:
                 message=f"the broker gave no clear answer; job {job.job} may run: send it again under the same id",
             )
         limit = self._models.queue_limit(job.model)
-        wait = eta_s(limit, self._models.workers_of(job.model, wish.queue.pool))
+        wait = self._models.eta_s(limit, job.model, wish.queue.pool)
         return Refusal(
             code="queue_full",
             message=f"the queue of the model holds its limit of {limit} requests; try again later",
@@ -323,7 +323,8 @@ class Ingress:
         waiting = waiting_of(await self._models.counts(wish.model), workers)
         num_ahead = max(0, waiting.get(wish.queue, 0) - 1)  # itself is there too
         before = position(waiting, wish.queue, num_ahead=num_ahead, weights=self._models.weights(waiting))
-        return AcceptedBody(job=job, sequence=sequence, position=before, eta_s=eta_s(before, workers), model=wish.model)
+        eta = self._models.eta_s(before, wish.model, wish.queue.pool)
+        return AcceptedBody(job=job, sequence=sequence, position=before, eta_s=eta, model=wish.model)
 
     async def _append_accepted(self, job: Job, body: AcceptedBody) -> None:
         event = events.accepted(job.job, body, body_hash=job.body_hash)

@@ -12,7 +12,7 @@ from headrace.bus.jobqueue import JobQueue, QueueCounts
 from headrace.bus.provision import ensure_jobs_stream
 from headrace.discipline.affinity import preferred
 from headrace.discipline.placement import view_of
-from headrace.discipline.position import num_startable
+from headrace.discipline.position import eta_s, num_startable
 from headrace.schemas.subjects import DEFAULT_POOL, QueueName
 from headrace.schemas.workers import Heartbeat
 
@@ -93,9 +93,12 @@ class Models:
     def is_room_left(self, model: str, pool: str, need_tokens: int) -> bool:
         """Whether the workers have more room than they could be missing jobs of ours, so that a job starts at once.
 
+        Never while the model is paused.
         Then nothing waits, and nobody needs to ask the broker what does. Jobs that other routers published a moment
         ago are not seen; a position is a moment old anyway.
         """
+        if self.is_paused(model):
+            return False
         unseen = self._unseen.get((model, pool), ())
         horizon = time.monotonic() - _UNSEEN_FOR_S
         num_unseen = sum(at > horizon for at in unseen)
@@ -113,6 +116,14 @@ class Models:
             for beat in self._workers.beats.values()
             if beat.model == model and beat.pool in pools and beat.state in states
         ]
+
+    def is_paused(self, model: str) -> bool:
+        """Whether an operator has it that nothing of the model is started for now."""
+        return self._view.config.model(model).paused
+
+    def eta_s(self, num_before: int, model: str, pool: str) -> float | None:
+        """Seconds until a job with so many others before it starts; None where that is not known."""
+        return eta_s(num_before, self.workers_of(model, pool), is_paused=self.is_paused(model))
 
     def preferred(self, model: str, pool: str, hashes: Sequence[str], need_tokens: int) -> str | None:
         """The pool's own worker with the longest part of these prefixes in its cache that would start the job now.

@@ -6,7 +6,7 @@ import msgspec
 
 from headrace.bus.configuration import ConfigView
 from headrace.bus.connection import Bus
-from headrace.discipline.position import eta_s, position, waiting_of
+from headrace.discipline.position import position, waiting_of
 from headrace.router.admission import Wish
 from headrace.router.models import Models
 from headrace.router.routing import choose_queue
@@ -66,15 +66,18 @@ class Placement:
     async def place(self, wish: Wish, job: str, data: bytes) -> Placed | Refusal:
         """Where a routed request goes; refused where its model could never hold it, or nobody may wait for a worker.
 
-        The fallback is used only if it can start the request in time and the first model cannot.
+        The fallback is used only if it can start the request in time and the first model cannot. A model whose replicas
+        come when something waits is not known to be late, and refuses nothing: refused or sent elsewhere, no request
+        would ever bring one.
         """
         own = await self.own(wish, job, data)
         if isinstance(own, Placed) and own.fallback is not None and not await self._starts_in_time(wish):
             other = await self.fallback(own, data)
             if other is not None:
                 return other
-        has_worker = bool(self._models.workers_of(wish.model, wish.queue.pool))
-        if isinstance(own, Placed) and not has_worker and self._view.config.model(wish.model).on_no_worker == "refuse":
+        config = self._view.config.model(wish.model)
+        is_refusing = config.on_no_worker == "refuse" and not config.comes_up_for(wish.queue.pool)
+        if isinstance(own, Placed) and is_refusing and not self._models.workers_of(wish.model, wish.queue.pool):
             return Refusal(
                 code="no_worker",
                 message="no worker of the model is ready; try again later",
@@ -112,12 +115,17 @@ class Placement:
         return size if isinstance(size, Refusal) else Placed(wish, size.need_tokens, size.new_tokens)
 
     async def _starts_in_time(self, wish: Wish) -> bool:
-        """Whether a worker is ready and the measured rate says that the turn comes before the queue timeout."""
+        """Whether a worker is ready and the measured rate says that the turn comes before the queue timeout.
+
+        Not while the model is paused. Without a worker that is not known where one comes when something waits.
+        """
+        if self._models.is_paused(wish.model):
+            return False
         workers = self._models.workers_of(wish.model, wish.queue.pool)
         if not workers:
-            return False
+            return self._view.config.model(wish.model).comes_up_for(wish.queue.pool)
         waiting = waiting_of(await self._models.counts(wish.model), workers)
         num_ahead = waiting.get(wish.queue, 0)
         before = position(waiting, wish.queue, num_ahead=num_ahead, weights=self._models.weights(waiting))
-        eta = eta_s(before, workers)
+        eta = self._models.eta_s(before, wish.model, wish.queue.pool)
         return eta is None or eta <= wish.queue_timeout_s

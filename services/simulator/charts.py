@@ -24,7 +24,10 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
-    """Lines over a common x; a logarithmic y needs values above 0. At most seven lines."""
+    """Lines over a common x; a logarithmic y needs values above 0. At most seven lines.
+
+    Each x is marked, or with `has_round_x` round ones are, as for a course over time.
+    """
 
     title: str
     x_label: str
@@ -32,6 +35,7 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True):
     lines: tuple[Line, ...]
     is_log: bool = False
     y_range: tuple[float, float] | None = None
+    has_round_x: bool = False
 
 
 def svg(chart: Chart) -> str:
@@ -59,7 +63,9 @@ def svg(chart: Chart) -> str:
         _, y = place(low_x, tick)
         parts.append(f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}" stroke="#dddddd"/>')
         parts.append(_text(_LEFT - 8, y + 4, _shown(tick), anchor="end"))
-    for x in sorted(set(xs)):
+    for x in _ticks(low_x, high_x) if chart.has_round_x else sorted(set(xs)):
+        if not low_x <= x <= high_x:
+            continue
         at, _ = place(x, high_y)
         parts.append(_text(at, _HEIGHT - _BOTTOM + 18, _shown(x), anchor="middle"))
     middle = (_LEFT + _WIDTH - _RIGHT) / 2

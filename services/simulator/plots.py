@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from headrace.simulator.charts import Chart, Line, svg
+from headrace.simulator.fleetplots import draw_fleet_plots
 from headrace.simulator.policy import PolicyOptions
 from headrace.simulator.report import Report, summarize
 from headrace.simulator.scenarios import SCENARIOS, make_trace
@@ -63,7 +64,7 @@ def draw_plots(on_progress: Callable[[str], None] | None = None) -> dict[str, st
     rate = chart("80 shared prefixes: throughput", "output tokens per second", prefixes, _output_tokens_per_s)
     light = chart("Light tenant beside a bursty one: p99 time to first token", "seconds", tenants, _light_p99_ttft_s)
     preempted = chart("Light tenant beside a bursty one: preemptions", "requests", tenants, _num_preemptions)
-    return {
+    return draw_fleet_plots(on_progress) | {
         "prefixes-hits.svg": svg(_with(hits, y_range=(0.5, 1.0))),
         "prefixes-ttft.svg": svg(_with(ttft, is_log=True)),
         "prefixes-throughput.svg": svg(rate),

@@ -5,7 +5,7 @@ from random import Random
 
 import msgspec
 
-__all__ = ["Bursts", "modulated", "poisson"]
+__all__ = ["Bursts", "Steps", "modulated", "poisson", "stepped"]
 
 
 class Bursts(msgspec.Struct, frozen=True):
@@ -22,6 +22,12 @@ class Bursts(msgspec.Struct, frozen=True):
         """Arrivals a second while calm, for this mean over both states."""
         period_s = self.calm_s + self.burst_s
         return mean_rate * period_s / (self.calm_s + self.factor * self.burst_s)
+
+
+class Steps(msgspec.Struct, frozen=True):
+    """A rate that changes at set times: `parts` are (until second, times the rate), in order of time; then nothing."""
+
+    parts: tuple[tuple[float, float], ...]
 
 
 def poisson(rate: float, duration_s: float, random: Random) -> Iterator[float]:
@@ -41,6 +47,15 @@ def modulated(mean_rate: float, bursts: Bursts, duration_s: float, random: Rando
         rate = calm_rate * (bursts.factor if is_burst else 1.0)
         for time_s in poisson(rate, length_s, random):
             yield start_s + time_s
+
+
+def stepped(rate: float, steps: Steps, duration_s: float, random: Random) -> Iterator[float]:
+    """Times of Poisson processes, one after the other, before `duration_s`."""
+    start_s = 0.0
+    for until_s, factor in steps.parts:
+        for time_s in poisson(rate * factor, min(until_s, duration_s) - start_s, random):
+            yield start_s + time_s
+        start_s = until_s
 
 
 def _phases(bursts: Bursts, duration_s: float, random: Random) -> Iterator[tuple[float, float, bool]]:

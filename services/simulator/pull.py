@@ -1,8 +1,8 @@
 """Our policy: requests wait in one place, workers pull what fits, and the router's hint says who has the prefix."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from headrace.discipline.affinity import preferred
 from headrace.discipline.placement import WorkerView
@@ -14,6 +14,9 @@ from headrace.simulator.queues import Queues
 from headrace.simulator.requests import Request
 
 __all__ = ["Pull"]
+
+_GOLDEN: Final = 0.6180339887
+"""Its multiples, modulo 1, are phases that lie well apart, however many there will be."""
 
 
 class Pull:
@@ -35,15 +38,40 @@ class Pull:
             )
             for engine in ground.engines
         }
+        self._ground = ground
         self._beats = {name: worker.view() for name, worker in self._workers.items()}
         self._to_come: set[str] = set()
         self._listed: dict[str, tuple[float, Sequence[WorkerView]]] = {}
         self._num_open = 0
+        self._num_added = 0
         self._resting: list[Callable[[], None]] = []
         for number, name in enumerate(self._workers):
-            phase = number / len(self._workers)
-            self._tick(phase, self._options.heartbeat_s, functools.partial(self._beat, name))
-            self._tick(phase, self._options.resync_s, functools.partial(self._resync, name))
+            self._begin_ticks(name, number / len(self._workers))
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a place in an engine: queued, or held by a worker that has no room for them."""
+        return self._queues.num_waiting + sum(worker.num_held for worker in self._workers.values())
+
+    def add(self, engine: Engine) -> None:
+        """Its worker is ready: it looks at once, as a new one does."""
+        worker = PullWorker(
+            engine, self._ground, self._queues, others=self._others, ring=self._ring, changed=self._to_beat
+        )
+        self._workers[engine.name] = worker
+        self._beats[engine.name] = worker.view()
+        self._num_added += 1
+        self._begin_ticks(engine.name, self._num_added * _GOLDEN % 1)
+        if self._num_open:
+            self._go_on()
+        worker.look()
+
+    def drain(self, engine: Engine) -> None:
+        """Its worker fetches nothing more, and hands back what has not begun; what runs goes on to its end."""
+        self._workers[engine.name].drain()
+        self._beats.pop(engine.name)
+        if self._workers[engine.name].is_empty:
+            del self._workers[engine.name]
 
     def arrive(self, request: Request) -> None:
         """It is queued, and the wakes go out."""
@@ -52,13 +80,23 @@ class Pull:
         request.named = preferred(request.hashes, list(self._beats.values()), request.need_tokens)
         self._queues.put(request)
         self._clock.after(self._options.dispatch_s / 2, lambda: self._wake(request.named))
-        while self._resting:
-            self._resting.pop()()
+        self._go_on()
 
     def finished(self, engine: Engine, request: Request) -> None:
         """Its worker looks for the next one."""
         self._num_open -= 1
-        self._workers[engine.name].finished(request)
+        worker = self._workers[engine.name]
+        worker.finished(request)
+        if worker.is_draining and worker.is_empty:
+            del self._workers[engine.name]
+
+    def _begin_ticks(self, name: str, phase: float) -> None:
+        self._tick(name, phase, self._options.heartbeat_s, self._beat)
+        self._tick(name, phase, self._options.resync_s, self._resync)
+
+    def _go_on(self) -> None:
+        while self._resting:
+            self._resting.pop()()
 
     def _wake(self, named: str | None) -> None:
         if named is not None:
@@ -73,7 +111,8 @@ class Pull:
             self._clock.after(self._options.hint_wait_s, member.begin_round)
 
     def _ring(self, name: str) -> None:
-        self._workers[name].begin_round()
+        if name in self._workers:
+            self._workers[name].begin_round()
 
     def _others(self, name: str) -> Sequence[WorkerView]:
         at_s, listed = self._listed.get(name, (-math.inf, ()))
@@ -82,8 +121,8 @@ class Pull:
             self._listed[name] = (self._clock.now_s, listed)
         return listed
 
-    def _tick(self, phase: float, period_s: float, action: Callable[[], None]) -> None:
-        """Do it once a period, at its own phase, while anything is unfinished."""
+    def _tick(self, name: str, phase: float, period_s: float, action: Callable[[str], None]) -> None:
+        """Do it once a period, at its own phase, while the worker is there and anything is unfinished."""
         number = -1
 
         def again() -> None:
@@ -92,7 +131,9 @@ class Pull:
             self._clock.at((number + phase) * period_s, tick)
 
         def tick() -> None:
-            action()
+            if name not in self._beats:
+                return
+            action(name)
             if self._num_open:
                 again()
             else:
@@ -107,7 +148,8 @@ class Pull:
 
     def _beat(self, name: str) -> None:
         self._to_come.discard(name)
-        self._beats[name] = self._workers[name].view()
+        if name in self._beats:
+            self._beats[name] = self._workers[name].view()
 
     def _resync(self, name: str) -> None:
         self._workers[name].place_held()

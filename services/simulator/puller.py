@@ -54,6 +54,17 @@ class PullWorker:
         self._has_room: bool | None = None  # None: to be found out
         self._is_fetching = False
         self._is_behind = False
+        self.is_draining = False
+
+    @property
+    def num_held(self) -> int:
+        """Requests fetched that have not begun."""
+        return len(self._held) + len(self._aside)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has nothing to do and nothing on its way."""
+        return not self.num_held and not self._num_running and not self._is_fetching
 
     @property
     def room(self) -> Room:
@@ -68,6 +79,8 @@ class PullWorker:
     @property
     def can_fetch(self) -> bool:
         """Whether it is a member of the wake group."""
+        if self.is_draining:
+            return False
         if self._has_room is None or self._held:  # those that are held age
             tokens = fetchable_tokens(
                 self.room, self._waiters(), ageing_s=self._options.ageing_s, max_waiters=self._options.max_held
@@ -89,6 +102,13 @@ class PullWorker:
         self._is_fetching = True
         names = order(self._queues.views(self._clock.now_s), self._shares, ageing_s=self._options.ageing_s)
         self._clock.after(self._options.dispatch_s / 2, lambda: self._fetched(names))
+
+    def drain(self) -> None:
+        """Fetch nothing more, and hand back what is held."""
+        self.is_draining = True
+        held, self._held, self._aside = [*self._held, *self._aside], [], []
+        for request in held:
+            self._give_back(request, None)
 
     def look(self) -> None:
         """A round without a wake: at once if what it fetched last had waited, else as if woken and not named.
@@ -127,7 +147,7 @@ class PullWorker:
 
     def _fetched(self, names: Sequence[QueueName]) -> None:
         self._is_fetching = False
-        for name in names:
+        for name in () if self.is_draining else names:
             views = self._queues.views(self._clock.now_s)
             request = self._queues.fetch(name)
             if request is not None:

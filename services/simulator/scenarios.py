@@ -12,7 +12,7 @@ import msgspec
 from headrace.schemas.subjects import DEFAULT_LANE, Lane
 from headrace.simulator.lengths import LENGTHS, LengthMix, Lengths, sampled_limit
 from headrace.simulator.model import EngineModel, seconds_per_request
-from headrace.simulator.processes import Bursts, modulated, poisson
+from headrace.simulator.processes import Bursts, Steps, modulated, poisson, stepped
 from headrace.simulator.traces import Arrival
 
 __all__ = ["SCENARIOS", "Prefixes", "Scenario", "Source", "make_trace"]
@@ -39,6 +39,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = "default"
     lane: Lane = DEFAULT_LANE
     bursts: Bursts | None = None
+    steps: Steps | None = None
     prefixes: Prefixes | None = None
 
 
@@ -86,6 +87,16 @@ SCENARIOS: Final[Mapping[str, Scenario]] = MappingProxyType(
                 Source(tenant="documents", share=0.6, lengths=LENGTHS["long"], bursts=Bursts(20, 50, 5)),
             ),
         ),
+        "from-zero": Scenario(
+            about="nothing, a burst of three engines' work, a trickle, a higher burst, nothing; conversations",
+            sources=(
+                Source(
+                    lengths=LENGTHS["conversation"],
+                    steps=Steps(((30, 0), (270, 3), (870, 0.3), (930, 6), (1170, 0.5))),
+                ),
+            ),
+            load=0.7,
+        ),
         "steady": Scenario(
             about="conversations of one tenant, Poisson arrivals",
             sources=(Source(lengths=LENGTHS["conversation"]),),
@@ -108,9 +119,16 @@ def make_trace(
         sample = list(itertools.islice(_requests(source, Random(f"{seed} sample {number}")), _SAMPLE))
         rate = load * source.share * num_workers / seconds_per_request(model, sample)
         times = Random(f"{seed} times {number}")
-        when = modulated(rate, source.bursts, duration_s, times) if source.bursts else poisson(rate, duration_s, times)
-        streams.append(_timed(when, _requests(source, Random(f"{seed} requests {number}"))))
+        streams.append(
+            _timed(_times(source, rate, duration_s, times), _requests(source, Random(f"{seed} requests {number}")))
+        )
     return list(heapq.merge(*streams, key=lambda arrival: arrival.time_s))
+
+
+def _times(source: Source, rate: float, duration_s: float, random: Random) -> Iterator[float]:
+    if source.steps:
+        return stepped(rate, source.steps, duration_s, random)
+    return modulated(rate, source.bursts, duration_s, random) if source.bursts else poisson(rate, duration_s, random)
 
 
 def _timed(times: Iterator[float], requests: Iterator[Arrival]) -> Iterator[Arrival]:

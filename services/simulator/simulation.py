@@ -18,7 +18,7 @@ from headrace.simulator.push import BALANCED, LeastRequests, RoundRobin, Scoring
 from headrace.simulator.requests import Request
 from headrace.simulator.traces import Arrival
 
-__all__ = ["POLICIES", "Outcome", "simulate"]
+__all__ = ["POLICIES", "Outcome", "feed", "simulate"]
 
 POLICIES: Final[Mapping[str, Callable[[Ground], Policy]]] = MappingProxyType(
     {
@@ -78,7 +78,7 @@ def simulate(
             refused.append(arrival)
         else:
             requests.append(Request(len(requests), arrival, need))
-    _feed(clock, chosen, requests)
+    feed(clock, chosen, requests)
     clock.run()
     end_s = max((request.finished_s or 0.0 for request in requests), default=0.0)
     used_token_s = sum(engine.used_token_s for engine in engines)
@@ -91,7 +91,7 @@ def simulate(
     )
 
 
-def _feed(clock: Clock, policy: Policy, requests: Sequence[Request]) -> None:
+def feed(clock: Clock, policy: Policy, requests: Sequence[Request]) -> None:
     """Arrivals one after the other, so that the heap stays small."""
 
     def arrive(index: int) -> None:

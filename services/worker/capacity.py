@@ -1,7 +1,6 @@
 """Where a worker's capacity comes from: the engine's word, the user's, or free memory, which is kept measured."""
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -12,17 +11,17 @@ import msgspec
 
 from headrace.discipline.capacity import MeasuredCapacity
 from headrace.errors import EngineError, EngineStartError
+from headrace.hardware.gpu import find_gpu
 from headrace.lifecycle import wait_first
 from headrace.schemas.workers import CapacitySource
 from headrace.worker.engines.base import Engine, KvMemory
 from headrace.worker.execution import Execution
-from headrace.worker.gpu import find_gpu
 from headrace.worker.held import Held, HeldSet
 from headrace.worker.ledger import Ledger
-from headrace.worker.memory import EngineProbe, HostMemory, HostProbe, Memory, MemoryProbe
+from headrace.worker.memory import EngineProbe, HostMemory, HostProbe, Memory, MemoryProbe, shared_by
 from headrace.worker.sharing import SharedMemory, Sight
 
-__all__ = ["DEFAULT_RESERVE", "KvCapacity", "Looked", "make_probe", "shared_by"]
+__all__ = ["DEFAULT_RESERVE", "KvCapacity", "Looked", "make_probe"]
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +32,6 @@ _SETTLE_S: Final = 0.1
 """How long after a request's end the memory is read again: its engine gives it back by then."""
 _TIMEOUT_S: Final = 2.0
 _MAX_MEASURES: Final = 4
-_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class KvCapacity:
@@ -284,15 +282,6 @@ def make_probe(device: str, engine: Engine) -> MemoryProbe:
     if device == "engine":
         return EngineProbe(engine)
     return HostProbe() if device == "host" else find_gpu(device)
-
-
-def shared_by(folder: Path, memory: Memory) -> Path:
-    """Where the workers that share this memory keep their table: by the GPU's UUID, or by the machine's present run."""
-    if memory.source == "gpu" and memory.gpu is not None:
-        return folder / memory.gpu
-    with contextlib.suppress(OSError):
-        return folder / f"host-{_BOOT_ID.read_text().strip()}"
-    return folder / "host"
 
 
 async def _read(probe: MemoryProbe) -> Memory:

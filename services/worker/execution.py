@@ -29,6 +29,7 @@ from headrace.telemetry import Span, inference_result, inference_span
 from headrace.worker.appending import Appended, Ended, Fenced, LogWriter, TooLarge
 from headrace.worker.deltas import DeltaFlow
 from headrace.worker.engines.base import Engine, Resume
+from headrace.worker.wellbeing import Course
 
 __all__ = ["Claimed", "Execution", "Outcome", "ResultKind", "StopReason"]
 
@@ -82,7 +83,8 @@ class Execution:
     """Runs one claimed job. `stop` ends it early from outside; everything else it decides itself.
 
     `last_progress` is the monotonic time of the last piece from the engine, for the watchdog; `has_read_prompt` says
-    whether a token came from it. `on_progress` is told at each piece how many tokens this attempt has made.
+    whether a token came from it. `course` is told how long each took, `on_progress` at each how many tokens this
+    attempt has made.
     """
 
     def __init__(
@@ -97,11 +99,13 @@ class Execution:
         clock: BrokerClock,
         span: Span,
         on_progress: Callable[[int], None],
+        course: Course,
     ) -> None:
         self._claimed = claimed
         self._engine = engine
         self._span = span
         self._on_progress = on_progress
+        self._course = course
         self._max_event_bytes = max_event_bytes
         self._clock = clock
         job = claimed.job
@@ -194,6 +198,7 @@ class Execution:
             return error
         finally:
             self._is_over = True
+            self._course.end()
         return None
 
     async def _generate(self) -> None:
@@ -232,11 +237,12 @@ class Execution:
                 resume=resume,
                 priority=_PRIORITIES[claimed.delivery.queue.lane],
             )
-            self.last_progress = time.monotonic()
+            self.last_progress = asked = time.monotonic()
             async with contextlib.aclosing(pieces):
                 async for chunk in pieces:
                     before, self.last_progress = self.last_progress, time.monotonic()
                     num_tokens = sum(choice.num_tokens for choice in chunk.choices)
+                    self._course.take(num_tokens, waited_s=self.last_progress - asked)
                     if ttft_s is None and num_tokens:
                         ttft_s = self.last_progress - started
                         self.has_read_prompt = True
@@ -245,6 +251,7 @@ class Execution:
                     elif num_tokens:
                         metrics.INTER_TOKEN_S.observe((self.last_progress - before) / num_tokens, model)
                     await self._take(chunk)
+                    asked = time.monotonic()
             span.set(
                 inference_result(
                     num_input_tokens=claimed.num_prompt_tokens,

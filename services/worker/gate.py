@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Literal
 
 from headrace.discipline.company import NOBODY, Asking, Guest, admissible
 from headrace.discipline.room import Room, Waiter, startable
@@ -12,7 +12,10 @@ from headrace.worker.held import Held
 from headrace.worker.ledger import Ledger
 from headrace.worker.watermarks import Watermarks, effective_concurrency
 
-__all__ = ["Gate"]
+__all__ = ["Gate", "PausedBy"]
+
+PausedBy = Literal["engine", "operator"]
+"""Why nobody is let in: the engine is down and would fail them at once, or somebody paused the model."""
 
 _NEED_WEIGHT: Final = 0.1
 _LANE_RANK: Final = {lane: rank for rank, lane in enumerate(LANES)}
@@ -41,7 +44,8 @@ class Gate:
     Nothing else reserves, so what runs and what was let in is always within the ledger's capacity. Whoever entered
     leaves again, let in or not. `on_change` is called when somebody begins or ends to wait. Above the high-water mark
     of `marks`, or while those say that the engine is silent, nobody is let in; call `look` when room was made
-    otherwise. While it `is_paused` nobody is let in either, and everybody at the gate is to be handed back.
+    otherwise. While it `is_paused`, for whatever reason, nobody is let in either, and everybody at the gate is to be
+    handed back.
     """
 
     def __init__(self, ledger: Ledger, *, ageing_s: float, on_change: Callable[[], None]) -> None:
@@ -52,13 +56,18 @@ class Gate:
         self._inside: dict[Held, Guest] = {}
         self._num_entered = 0
         self._is_closed = False
-        self.is_paused = False
+        self._paused_by: set[PausedBy] = set()
         self._usual_need: float | None = None
         self.marks = Watermarks()
 
     def __contains__(self, held: Held) -> bool:
         """Whether it was let in."""
         return held in self._ledger
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether there is a reason to let nobody in."""
+        return bool(self._paused_by)
 
     @property
     def room(self) -> Room:
@@ -133,15 +142,18 @@ class Gate:
         for waiting in self._waiting.values():
             waiting.is_in.set()
 
-    def pause(self) -> None:
-        """Let nobody in, and let nobody wait, until `resume`: the engine is down, and would fail them at once."""
-        self.is_paused = True
+    def pause(self, by: PausedBy = "engine") -> None:
+        """Let nobody in, and let nobody wait, until `resume` by the same."""
+        self._paused_by.add(by)
         for waiting in self._waiting.values():
             waiting.is_in.set()
 
-    def resume(self) -> None:
-        """The engine is back."""
-        self.is_paused = False
+    def resume(self, by: PausedBy = "engine") -> None:
+        """That reason is gone; others may stay."""
+        was_paused = self.is_paused
+        self._paused_by.discard(by)
+        if self.is_paused or not was_paused:
+            return
         for waiting in self._waiting.values():
             waiting.is_in.clear()
         self.look()

@@ -39,6 +39,7 @@ from headrace.worker.neighbours import Neighbours
 from headrace.worker.planning import NotNow, Plan, Planner
 from headrace.worker.puller import is_fresh
 from headrace.worker.settling import Settler
+from headrace.worker.wellbeing import Wellbeing
 
 __all__ = ["Handler"]
 
@@ -80,6 +81,7 @@ class Handler:
         gate: Gate,
         neighbours: Neighbours,
         served: RecentPrefixes,
+        wellbeing: Wellbeing,
         held: HeldSet,
         identity: Callable[[int], Owner],
         beat_settled: Callable[[int], Awaitable[None]],
@@ -97,6 +99,7 @@ class Handler:
         self._engine = engine
         self._gate = gate
         self._served = served
+        self._wellbeing = wellbeing
         self._held = held
         self._identity = identity
         self._beat_settled = beat_settled
@@ -385,6 +388,7 @@ class Handler:
             await self._settler.end(held, job, state, refusal, span)
             return
         held.attempt = state.attempt
+        course = self._wellbeing.begin()
         held.execution = execution = Execution(
             Claimed(
                 delivery=held.delivery,
@@ -404,6 +408,7 @@ class Handler:
             clock=self._bus.clock,
             span=span,
             on_progress=lambda num_tokens: self._gate.note_progress(held, num_tokens),
+            course=course,
         )
         self._served.note(landmarks(prefix_hashes(conversation_texts(plan.request))))
         self._room_changed()
@@ -414,7 +419,9 @@ class Handler:
             held.execution = None
         if held.is_void:
             outcome = Outcome(kind=ResultKind.FORGET)
-        elif outcome.kind is ResultKind.SETTLED:
+        if (ending := _ending(outcome)) in ("done", "fault"):
+            course.answer(f"{job.tenant}.{job.job}", is_failure=ending == "fault")
+        if outcome.kind is ResultKind.SETTLED:
             self._note_service_time(time.monotonic() - began)
             num_used = plan.num_prompt_tokens + outcome.num_tokens
             self._refund(held.delivery.queue, max(0, job.need_tokens - num_used))

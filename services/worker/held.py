@@ -63,6 +63,7 @@ class HeldSet:
         self._on_change = on_change
         self.became_empty = asyncio.Event()
         self.became_empty.set()
+        self.became_taken = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -77,6 +78,7 @@ class HeldSet:
         """List a message, before anything is done with it."""
         self._entries[held.delivery.sequence] = held
         self.became_empty.clear()
+        self.became_taken.set()
         held.listed_in = self._on_change()
 
     def remove(self, held: Held) -> None:
@@ -85,6 +87,7 @@ class HeldSet:
             del self._entries[held.delivery.sequence]
             if not self._entries:
                 self.became_empty.set()
+                self.became_taken.clear()
             self._on_change()
 
     def of_job(self, tenant: str, job: str) -> list[Held]:

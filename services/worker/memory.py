@@ -1,28 +1,27 @@
 """Memory that an engine computes in: the machine's, or what the engine itself says is left."""
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Final, Protocol
 
-import msgspec
-
 from headrace.errors import EngineError
+from headrace.hardware.memory import MEMINFO, Memory, read_host_memory
 from headrace.worker.engines.base import Engine
 
-__all__ = ["EngineProbe", "HostMemory", "HostProbe", "Memory", "MemoryProbe", "read_host_memory"]
+__all__ = [
+    "EngineProbe",
+    "HostMemory",
+    "HostProbe",
+    "Memory",
+    "MemoryProbe",
+    "read_host_memory",
+    "shared_by",
+    "shared_folder",
+]
 
-_MEMINFO: Final = Path("/proc/meminfo")
-_KIB: Final = 1024
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _FRESH_FOR_S: Final = 0.4
-
-
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes in all, bytes that could be had now, and whose they are; `gpu` is the UUID of one."""
-
-    total_bytes: int
-    free_bytes: int
-    source: str
-    gpu: str | None = None
 
 
 class MemoryProbe(Protocol):
@@ -40,7 +39,7 @@ class HostProbe:
         """See `MemoryProbe.read`."""
         memory = read_host_memory()
         if memory is None:
-            raise EngineError(f"the free memory of this machine cannot be read from {_MEMINFO}")
+            raise EngineError(f"the free memory of this machine cannot be read from {MEMINFO}")
         return memory
 
 
@@ -75,18 +74,15 @@ class HostMemory:
         return self._memory
 
 
-def read_host_memory(path: Path = _MEMINFO) -> Memory | None:
-    """The host's memory (`MemTotal` and `MemAvailable` of proc(5), in KiB); None where the system does not tell."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    values = {}
-    for line in lines:
-        key, _, rest = line.partition(":")
-        number = rest.split()[:1]
-        if key in ("MemTotal", "MemAvailable") and number and number[0].isdigit():
-            values[key] = int(number[0]) * _KIB
-    if len(values) != 2:
-        return None
-    return Memory(total_bytes=values["MemTotal"], free_bytes=values["MemAvailable"], source="system")
+def shared_folder(state_dir: str) -> Path:
+    """Where the workers with this state directory share the memory of devices."""
+    return Path(state_dir) / "memory"
+
+
+def shared_by(folder: Path, memory: Memory) -> Path:
+    """Where the workers that share this memory keep their table: by the GPU's UUID, or by the machine's present run."""
+    if memory.source == "gpu" and memory.gpu is not None:
+        return folder / memory.gpu
+    with contextlib.suppress(OSError):
+        return folder / f"host-{_BOOT_ID.read_text().strip()}"
+    return folder / "host"

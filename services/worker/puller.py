@@ -167,13 +167,14 @@ class Puller:
                 await self._told_to_look()
                 if self._is_stopped:
                     return
+                began = time.monotonic()
                 try:
                     await self._round()
                 except BrokerUnsuitableError:  # it will not pass by itself, and a person must know
                     raise
                 except BrokerError as error:
                     log.warning("cannot fetch: %s", error)
-                    await asyncio.sleep(_AFTER_ERROR_S)
+                    await asyncio.sleep(began + _AFTER_ERROR_S - time.monotonic())  # one that timed out waited already
                     self._look.set()
         finally:
             with contextlib.suppress(BrokerError):

@@ -5,9 +5,8 @@ import contextlib
 import logging
 import os
 import socket
-import time
 import uuid
-from pathlib import Path
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -21,32 +20,33 @@ from headrace.bus.provision import ensure_jobs_stream, ensure_provisioned
 from headrace.bus.services import answering
 from headrace.discipline.affinity import RecentPrefixes
 from headrace.discipline.room import UNLIMITED_TOKENS, Room, fetchable_tokens, num_fetchable
-from headrace.errors import BrokerError, BrokerUnavailableError, EngineError
+from headrace.errors import BrokerError, BrokerUnavailableError
 from headrace.lifecycle import Backoff, unless_stopped, wait_first
 from headrace.schemas.events import Owner
 from headrace.schemas.subjects import DEFAULT_POOL, QueueName
 from headrace.schemas.workers import Heartbeat, WorkerNudge, WorkerState
 from headrace.worker.capacity import KvCapacity
 from headrace.worker.engines.base import Engine
-from headrace.worker.enginewatch import EngineFailure, until_engine_fails
 from headrace.worker.gate import Gate
 from headrace.worker.handling import Handler
 from headrace.worker.held import HeldSet
 from headrace.worker.ledger import Ledger
+from headrace.worker.memory import shared_folder
+from headrace.worker.memorywatch import MemoryWatch
 from headrace.worker.neighbours import Neighbours
+from headrace.worker.pause import Pause
+from headrace.worker.probe import Prober
 from headrace.worker.puller import Puller
 from headrace.worker.pulse import Pulse
+from headrace.worker.supervision import Supervisor
 from headrace.worker.tokenizing import tokenize_endpoint
+from headrace.worker.wellbeing import Wellbeing
 
 __all__ = ["Worker", "WorkerOptions", "run_worker"]
 
 log = logging.getLogger(__name__)
 
-_RESTART_FIRST_S: Final = 0.5
-_RESTART_MAX_S: Final = 30.0
-_WATCH_EVERY_S: Final = 0.25
 _STOP_AGAIN_S: Final = 0.1
-_OWN_PAUSE_S: Final = 1.0
 _MAX_WAITERS: Final = 4
 """Requests held that do not fit now, so that smaller ones behind them are found."""
 _MAX_KEPT_BACK: Final = 128
@@ -92,7 +92,6 @@ class Worker:
         self._options = options
         self._state: WorkerState = "Starting"
         self._reason = ""
-        self._engine_run = 0
         self._is_draining = False
         self._has_warned = False
         self._told_tokens = 0
@@ -112,10 +111,28 @@ class Worker:
             self._held,
             told_tokens=options.kv_tokens,
             name=options.worker,
-            shared_folder=Path(self._settings.state_dir) / "memory",
+            shared_folder=shared_folder(self._settings.state_dir),
         )
         self._view = ConfigView(bus)
         self._gate = Gate(self._ledger, ageing_s=self._settings.ageing_s, on_change=self._room_changed)
+        self._pause = Pause(self._view, options.model, self._gate)
+        self._neighbours = Neighbours(bus, worker=options.worker, model=options.model)
+        self._wellbeing = Wellbeing()
+        self._prober = Prober(engine, model=options.model, held=self._held, timeout_s=self._settings.stall_s)
+        self._memory = MemoryWatch(engine, held=self._held, wellbeing=self._wellbeing)
+        self._supervisor = Supervisor(
+            engine,
+            model=options.model,
+            held=self._held,
+            gate=self._gate,
+            wellbeing=self._wellbeing,
+            prober=self._prober,
+            stall_s=self._settings.stall_s,
+            grace_s=self._settings.grace_s,
+            adopt=self._adopt_facts,
+            say=self._say_state,
+            has_peers=self._has_peers,
+        )
         self._served = RecentPrefixes()
         self._queue = JobQueue(bus, options.model, on_late=self._on_late)
         self._log = JobLog(bus)
@@ -127,7 +144,8 @@ class Worker:
             engine=engine,
             gate=self._gate,
             served=self._served,
-            neighbours=Neighbours(bus, worker=options.worker, model=options.model),
+            wellbeing=self._wellbeing,
+            neighbours=self._neighbours,
             held=self._held,
             identity=self._identity,
             beat_settled=self._heart.settled,
@@ -153,7 +171,6 @@ class Worker:
         )
         self._group: asyncio.TaskGroup | None = None
         self._nudged = asyncio.Event()
-        self._engine_hangs = asyncio.Event()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Register, start the engine, work until `stop`, drain, leave."""
@@ -179,7 +196,7 @@ class Worker:
                 group.create_task(
                     self._held.renew_for_ever(self._queue, ack_wait_s=self._settings.ack_wait_s), name="renewals"
                 ),
-                group.create_task(self._watch_for_ever(), name="watchdog"),
+                group.create_task(self._supervisor.watch(), name="watchdog"),
                 group.create_task(
                     self._gate.marks.follow(self._engine, is_up=self._is_up, changed=self._marks_passed), name="usage"
                 ),
@@ -188,6 +205,16 @@ class Worker:
                 ),
                 group.create_task(keep_clock(self._bus), name="clock"),
             ]
+            if probe_s := self._settings.probe_s:
+                ill = self._supervisor.note_illness
+                background += [
+                    group.create_task(
+                        self._prober.follow(probe_s, is_up=self._is_up, failed=partial(ill, "probe")), name="probes"
+                    ),
+                    group.create_task(
+                        self._memory.follow(probe_s, is_up=self._is_up, grows=partial(ill, "memory")), name="growth"
+                    ),
+                ]
             try:
                 await self._work(group, stop)
             finally:
@@ -195,7 +222,7 @@ class Worker:
                     task.cancel()
 
     async def _work(self, group: asyncio.TaskGroup, stop: asyncio.Event) -> None:
-        starting = group.create_task(self._engine.start(), name="engine start")
+        starting = group.create_task(self._supervisor.start(), name="engine start")
         stopping = group.create_task(stop.wait(), name="stop")
         await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -204,7 +231,7 @@ class Worker:
             return
         await starting
         await self._adopt_facts()
-        supervising = group.create_task(self._supervise_engine(), name="engine")
+        supervising = group.create_task(self._supervisor.run(), name="engine")
         ctl = await self._bus.subscribe(self._bus.names.ctl(self._options.worker), cb=self._on_nudge)
         self._bus.on_reconnect.append(self._on_reconnect)
         metadata = {"worker": self._options.worker, "model": self._options.model}
@@ -220,7 +247,8 @@ class Worker:
                     metadata=metadata,
                 ),
             ):
-                self._set_state("Ready")
+                self._set_state("Ready", self._pause.look())
+                pausing = group.create_task(self._pause.follow(changed=self._room_changed), name="pause")
                 pulling = group.create_task(self._puller.run(), name="pull")
                 facts = self._engine.facts
                 log.info("worker %s is ready: engine %s %s", self._options.worker, facts.name, facts.version)
@@ -230,6 +258,7 @@ class Worker:
                 if self._bus.closed.is_set():
                     raise BrokerUnavailableError("the connection to the broker was closed for good")
                 await self._drain(pulling)
+                pausing.cancel()
         finally:
             supervising.cancel()
             if not self._bus.nc.is_closed:
@@ -256,6 +285,10 @@ class Worker:
                 execution.stop("drain")
             await wait_first(self._held.became_empty, timeout_s=_STOP_AGAIN_S)
 
+    async def _has_peers(self) -> bool:
+        others = await self._neighbours.of_pools((self._options.pool,))
+        return any(other.state in ("Ready", "Busy") for other in others or ())
+
     # what it can take
 
     def _is_up(self) -> bool:
@@ -271,7 +304,7 @@ class Worker:
 
     def _startable_tokens(self) -> int:
         """The same whether or not our beats come through, for the beat itself."""
-        if not self._is_up() or self._held.num_kept_back >= _MAX_KEPT_BACK:
+        if not self._is_up() or not self._pause.may_start or self._held.num_kept_back >= _MAX_KEPT_BACK:
             return 0
         return fetchable_tokens(
             self._promised_room(), self._gate.waiters, ageing_s=self._settings.ageing_s, max_waiters=_MAX_WAITERS
@@ -338,7 +371,7 @@ class Worker:
 
     def _room_changed(self) -> None:
         if self._is_up():
-            self._set_state("Ready" if self._has_slots() else "Busy", self._gate.marks.reason)
+            self._set_state("Ready" if self._has_slots() else "Busy", self._pause.reason or self._gate.marks.reason)
         if self._startable_tokens() != self._told_tokens:
             self._heart.changed()
         self._handler.look()
@@ -359,7 +392,7 @@ class Worker:
             epoch=self._heart.epoch,
             queue_sequence=queue_sequence,
             beat=self._heart.revision,
-            engine_run=self._engine_run,
+            engine_run=self._supervisor.engine_run,
         )
 
     def _set_state(self, state: WorkerState, reason: str = "") -> None:
@@ -368,6 +401,10 @@ class Worker:
         if (state, reason) != (self._state, self._reason):
             self._state, self._reason = state, reason
             self._heart.changed()
+
+    def _say_state(self, state: WorkerState, reason: str = "") -> None:
+        self._set_state(state, reason or (self._pause.reason if state == "Ready" else ""))
+        self._puller.look()
 
     async def _adopt_facts(self) -> None:
         self._ledger.max_concurrency = self._options.max_concurrency or self._engine.facts.max_num_seqs or 1
@@ -405,6 +442,7 @@ class Worker:
             prefixes=tuple(self._served),
             held=tuple(held.as_request() for held in self._held),
             fetchable_tokens=self._told_tokens,
+            health=self._supervisor.health,
         )
 
     def _effective_concurrency(self) -> int:
@@ -444,6 +482,10 @@ class Worker:
             queue = QueueName.from_consumer(nudge.consumer or "")
             if queue is not None:
                 self._puller.note_interrupted(queue, nudge.number)
+        elif nudge.kind == "restart":
+            is_ours = (nudge.epoch, nudge.engine_run) == (self._heart.epoch, self._supervisor.engine_run)
+            if is_ours and nudge.ailment is not None and self._is_up():
+                self._supervisor.note_illness(nudge.ailment, nudge.reason)
         elif nudge.tenant and nudge.job:
             await self._check_ended(nudge.tenant, nudge.job)
 
@@ -458,59 +500,3 @@ class Worker:
             for held in self._held.of_job(tenant, job):
                 if held.execution is not None:
                     held.execution.stop("ended")
-
-    # its engine
-
-    async def _supervise_engine(self) -> None:
-        while True:
-            reason, why = await until_engine_fails(self._engine, self._engine_hangs, stall_s=self._settings.stall_s)
-            log.error("the engine failed: %s", why)
-            await self._restart_engine(reason, why)
-            self._engine_hangs.clear()
-
-    async def _restart_engine(self, reason: EngineFailure, why: str) -> None:
-        self._set_state("Failed", why)
-        self._puller.look()
-        self._gate.pause()
-        for execution in self._held.executions():
-            execution.stop(reason)
-        await self._engine.stop()
-        backoff = Backoff(first_s=_RESTART_FIRST_S, max_s=_RESTART_MAX_S)
-        while True:
-            await backoff.pause()
-            try:
-                await self._engine.start()
-                await self._adopt_facts()
-            except EngineError as error:
-                log.error("the engine does not start: %s", error)
-                await self._engine.stop()
-                self._set_state("Failed", str(error))
-                continue
-            break
-        self._engine_run += 1
-        self._gate.marks.note_silence(0.0)
-        self._gate.resume()
-        self._set_state("Ready")
-        self._puller.look()
-
-    async def _watch_for_ever(self) -> None:
-        """End what made no progress for the stall limit; a healthy-looking engine can hang.
-
-        Where nothing else made progress either, it is the engine that hangs, not one request: it is restarted.
-        """
-        stall_s = self._settings.stall_s
-        while True:
-            slept_at = time.monotonic()
-            await asyncio.sleep(min(_WATCH_EVERY_S, stall_s / 4))
-            now = time.monotonic()
-            executions = self._held.executions()
-            if now - slept_at > _OWN_PAUSE_S:  # it was us that stood still, not the engine
-                for execution in executions:
-                    execution.last_progress = now
-                continue
-            stalled = [execution for execution in executions if now - execution.last_progress > stall_s]
-            for execution in stalled:
-                log.error("job %s: no token for %.1f s", execution.claimed.job.job, stall_s)
-                execution.stop("stalled")
-            if stalled and all(now - execution.last_progress > stall_s / 2 for execution in executions):
-                self._engine_hangs.set()

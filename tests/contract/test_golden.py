@@ -11,7 +11,7 @@ from headrace.schemas.jobs import CancelRequest, Job, JobStatus, StatusRequest
 from headrace.schemas.metrics import Family, Measured, Sample
 from headrace.schemas.refusals import Refusal
 from headrace.schemas.subjects import JobId, Names, QueueName, Tenant, model_to_token
-from headrace.schemas.workers import Heartbeat, HeldRequest
+from headrace.schemas.workers import Heartbeat, HeldRequest, WorkerHealth, WorkerNudge
 from headrace.settings import Settings
 
 OWNER = Owner(worker="w-1", epoch="e7", queue_sequence=42, beat=9, engine_run=2)
@@ -275,6 +275,25 @@ def test_heartbeat_on_the_wire() -> None:
     assert workers.decode_heartbeat(GOLDEN_BEAT) == BEAT
 
 
+def test_health_in_a_heartbeat_on_the_wire() -> None:
+    health = WorkerHealth(engine_run=2, finished=9, failed=1, seconds_per_token=0.02, num_paces=8, restarts=1)
+    said: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(BEAT, health=health)))
+    golden = (
+        b'{"engine_run":2,"finished":9,"failed":1,"seconds_per_token":0.02,"num_paces":8,"ttft_s":null,'
+        b'"num_firsts":0,"load":null,"restarts":1,"last_restart":"","is_left_out":false}'
+    )
+    assert said["health"] | msgspec.json.decode(golden) == said["health"]
+    assert msgspec.json.decode(golden, type=WorkerHealth) == health
+
+
+def test_a_nudge_to_start_the_engine_again_on_the_wire() -> None:
+    nudge = WorkerNudge(kind="restart", ailment="slow", reason="slow: 0.4 s", epoch="e7", engine_run=2)
+    golden = b'{"kind":"restart","ailment":"slow","reason":"slow: 0.4 s","epoch":"e7","engine_run":2}'
+    said: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(nudge))
+    assert said | msgspec.json.decode(golden) == said
+    assert msgspec.json.decode(golden, type=WorkerNudge) == nudge
+
+
 def test_least_an_old_heartbeat_said_still_decodes() -> None:
     old = workers.decode_heartbeat(b'{"worker":"w","epoch":"e","state":"Busy","model":"m","later":[1]}')
     assert old == Heartbeat(worker="w", epoch="e", state="Busy", model="m")
@@ -299,7 +318,7 @@ def test_status_and_cancel_on_the_wire() -> None:
     status = JobStatus(job="j1", state="running", attempt=2, num_tokens=5, worker="w-1")
     assert msgspec.json.encode(status) == (
         b'{"job":"j1","state":"running","attempt":2,"num_tokens":5,"worker":"w-1","position":null,"eta_s":null,'
-        b'"error":null}'
+        b'"error":null,"paused":false}'
     )
     assert msgspec.json.decode(b'{"sequence":4}', type=CancelRequest) == CancelRequest(sequence=4)
     assert msgspec.json.decode(b"{}", type=CancelRequest) == CancelRequest()

@@ -18,6 +18,7 @@ from headrace.bus.jobqueue import Delivery, JobQueue
 from headrace.lifecycle import ChildProcess
 from headrace.schemas.chunks import EngineChunk
 from headrace.schemas.subjects import QueueName
+from headrace.worker.engines.base import PROBE_PREFIX
 from headrace.worker.engines.sim import SimEngine
 from tests.deployment import MODEL, Deployment, deployment, sim, until
 from tests.faults.reading import Reading
@@ -199,7 +200,8 @@ def hold_back(engine: SimEngine, go_on: asyncio.Event) -> None:
         async with contextlib.aclosing(generate(*args, **kwargs)) as chunks:
             async for chunk in chunks:
                 yield chunk
-                await go_on.wait()
+                if not kwargs["request_id"].startswith(PROBE_PREFIX):
+                    await go_on.wait()
 
     engine.generate = holding  # type: ignore[method-assign]
 
@@ -329,14 +331,21 @@ async def test_a_worker_with_a_wrong_clock(running: Deployment, tmp_path: Path, 
 
 async def test_a_worker_that_loads_its_model_gets_nothing_until_it_is_ready(running: Deployment) -> None:  # WRK-11
     reading = Reading("waits", 3)
-    await running.worker(sim(start_s=2.0), worker="loading", is_awaited=False)
+    engine = sim(start_s=2.0, fail_probes=1)  # it comes up, and its first token comes at the second try
+    began = time.monotonic()
+    await running.worker(engine, worker="loading", is_awaited=False)
     await until(lambda: is_starting(running, "loading"))
     async with asyncio.timeout(120), asyncio.TaskGroup() as group:
         group.create_task(reading.read(running.client))
-        while not await running.is_ready("loading"):
-            assert await JobQueue(running.bus, MODEL).progress(QueueName()) is None
+        while True:
+            progress = await JobQueue(running.bus, MODEL).progress(QueueName())
+            if time.monotonic() - began >= 2.0:
+                break
+            assert progress is None
             await asyncio.sleep(0.05)
     assert reading.workers == ["loading"]
+    assert engine.num_probes == 2
+    assert reading.attempts[1][1] - began >= 2.0 + 0.5  # a probe that failed is made again after half a second
 
 
 async def test_a_worker_that_leaves_and_rejoins_with_a_job_in_flight(

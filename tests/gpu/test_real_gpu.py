@@ -1,4 +1,4 @@
-"""What `headrace.worker.gpu` says against a real card, and against memory taken for the purpose: `make check-gpu`."""
+"""What `headrace.hardware.gpu` says against a real card, and against memory taken for the purpose: `make check-gpu`."""
 
 import asyncio
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import EngineStartError
-from headrace.worker.gpu import Gpu, find_gpu, list_gpus, visible_gpus
+from headrace.hardware.gpu import Gpu, find_gpu, list_gpus, visible_gpus
 
 MIB = 1 << 20
 STEP_BYTES = 512 * MIB

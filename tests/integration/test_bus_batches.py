@@ -1,15 +1,18 @@
 """Objects, records and results in the broker."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 import pytest_asyncio
 
+from headrace.batch.sweeping import LEFT_ALONE_S, sweep
 from headrace.bus.batches import BatchRecords, BatchResults
 from headrace.bus.connection import Bus, connect
-from headrace.bus.objects import Objects
+from headrace.bus.objects import WRITER_RESTS_S, Objects
 from headrace.bus.provision import ensure_provisioned
-from headrace.errors import ObjectGoneError
+from headrace.errors import BrokerUnavailableError, ObjectGoneError
 from headrace.schemas.batch_lines import LineResult
 from headrace.schemas.batches import BatchRecord, FileRecord
 from headrace.schemas.subjects import Tenant
@@ -156,3 +159,73 @@ async def test_a_lease_has_one_owner_and_runs_out(bus: Bus) -> None:
     assert await records.take_lease(TENANT, "batch_1", "two", expected=revision, ttl_s=5) is not None
     changes = [change async for change in records.changes(after=0)]
     assert {(change.is_lease, change.batch) for change in changes} == {(False, "batch_1"), (True, "batch_1")}
+
+
+async def test_batches_added_at_once_do_not_exceed_what_is_allowed_together(bus: Bus) -> None:
+    records = BatchRecords(bus)
+    await records.add_batch(msgspec.structs.replace(RECORD, tenant=Tenant("other"), id="batch_other"))
+
+    def at_most_three(seen: list[BatchRecord]) -> None:
+        if len(seen) >= 3:
+            raise ValueError("too many")
+
+    added = await asyncio.gather(
+        *(
+            records.add_batch(msgspec.structs.replace(RECORD, id=f"batch_{number}"), check=at_most_three)
+            for number in range(12)
+        ),
+        return_exceptions=True,
+    )
+    assert [each for each in added if not isinstance(each, ValueError)] == [True] * 3
+    known = await records.batches(TENANT)
+    assert len(known) == 3
+    assert not await records.add_batch(known[0], check=at_most_three)
+
+
+async def test_a_file_that_was_barred_is_not_added_beside_others(bus: Bus) -> None:
+    records = BatchRecords(bus)
+    file = FileRecord(
+        id="file-1", tenant=TENANT, filename="a", purpose="batch", size_bytes=1, created_at=1, expires_at=2
+    )
+    await records.remove_file(TENANT, file.id)
+    await records.add_file(file, ttl_s=60, check=lambda _: None)
+    assert await records.files(TENANT) == []
+    await records.add_file(msgspec.structs.replace(file, id="file-2"), ttl_s=60, check=lambda _: None)
+    assert [each.id for each in await records.files(TENANT)] == ["file-2"]
+
+
+async def test_what_dead_writers_left_is_removed_and_nothing_else(bus: Bus, objects: Objects) -> None:
+    records = BatchRecords(bus)
+    later = bus.clock.now() + LEFT_ALONE_S + 60
+    dead = objects.writer("default/file-dead", ttl_s=60)
+    await dead.write(MEGABYTE)
+    for name in ("default/file-known", "default/file-untold", "somebody's own"):
+        writer = objects.writer(name, ttl_s=60)
+        await writer.write(MEGABYTE)
+        await writer.commit()
+    known = FileRecord(
+        id="file-known", tenant=TENANT, filename="a", purpose="batch", size_bytes=1, created_at=1, expires_at=2
+    )
+    await records.add_file(known, ttl_s=60)
+    assert await objects.nuids() > {each.info.nuid async for each in objects.each()}
+    before = await num_messages(bus)
+    assert await sweep(bus, now=bus.clock.now()) == 0
+    assert await num_messages(bus) == before, "all of it may be under way"
+    assert await sweep(bus, now=later) == 2
+    assert {each.info.name async for each in objects.each()} == {"default/file-known", "somebody's own"}
+    assert await objects.nuids() == {each.info.nuid async for each in objects.each()}
+    assert await read(objects, "default/file-known") == MEGABYTE
+    assert await sweep(bus, now=later) == 0
+
+
+async def test_a_writer_that_rested_for_too_long_gives_up(
+    bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = objects.writer("a", ttl_s=60)
+    await writer.write(MEGABYTE)
+    now = bus.clock.now()
+    monkeypatch.setattr(bus.clock, "now", lambda: now + WRITER_RESTS_S + 60)
+    with pytest.raises(BrokerUnavailableError, match="left alone for too long"):
+        await writer.commit()
+    with pytest.raises(ObjectGoneError):
+        await read(objects, "a")

@@ -60,13 +60,14 @@ async def test_makes_all_streams_once(bare: Bus) -> None:
         (f"KV_{name}_workers", "created"),
         (f"KV_{name}_config", "created"),
         (f"KV_{name}_usage", "created"),
+        (f"KV_{name}_instances", "created"),
         (f"KV_{name}_batches", "created"),
         (f"{name}_BATCH", "created"),
         (f"OBJ_{name}_files", "created"),
         (f"{name}_JOBS_org=2Fm-3=2E1", "created"),
     ]
     again = await provision(bare, models=("org/m-3.1",))
-    assert [(one.action, one.changes) for one in again] == [("unchanged", ())] * 9
+    assert [(one.action, one.changes) for one in again] == [("unchanged", ())] * 10
 
 
 async def test_many_services_may_start_at_once(bare: Bus) -> None:

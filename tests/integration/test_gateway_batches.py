@@ -1,9 +1,12 @@
 """Files and batches under the official `openai` client, unmodified."""
 
+import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
+import httpx2
 import msgspec
 import openai
 import pytest
@@ -13,6 +16,7 @@ from openai.types import Batch
 
 from headrace.batch import Files
 from headrace.bus.batches import BatchRecords
+from headrace.bus.provision import ensure_jobs_stream
 from headrace.errors import ObjectGoneError
 from headrace.schemas.batches import BatchRecord
 from headrace.schemas.subjects import DEFAULT_TENANT
@@ -133,6 +137,25 @@ async def test_files_are_listed_read_and_removed(client: AsyncOpenAI) -> None:
     assert {file.id async for file in client.files.list()} == {second.id}
 
 
+async def test_the_head_of_a_content_is_answered_without_reading_it(
+    client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = jsonl(line("a", prompt="x" * 300_000))
+    file = await client.files.create(file=("in.jsonl", data), purpose="batch")
+    url = f"{client.base_url}files/{file.id}/content"
+
+    def read_nothing(self: Files, tenant: str, file: str) -> None:
+        pytest.fail("it is read")
+
+    monkeypatch.setattr(Files, "read", read_nothing)
+    async with httpx2.AsyncClient() as http:
+        head = await http.head(url)
+        assert (head.status_code, head.headers["content-length"]) == (200, str(len(data)))
+        assert head.headers["content-type"] == "application/octet-stream"
+        await client.files.delete(file.id)
+        assert (await http.head(url)).status_code == 404
+
+
 @pytest.mark.parametrize(
     ("data", "told"),
     [
@@ -205,17 +228,63 @@ async def is_idle(engine: SimEngine) -> bool:
     return engine.num_running == 0
 
 
-async def test_the_same_id_is_the_same_batch(running: Deployment, client: AsyncOpenAI) -> None:
+@pytest.mark.parametrize("header", ["X-Headrace-Id", "Idempotency-Key"])
+async def test_the_same_key_is_the_same_batch(running: Deployment, client: AsyncOpenAI, header: str) -> None:
     await running.worker()
     file = await client.files.create(file=("in.jsonl", jsonl(line("a"))), purpose="batch")
-    made = [
-        await client.batches.create(
-            input_file_id=file.id, endpoint=URL, completion_window="24h", extra_headers={"X-Headrace-Id": "mine"}
+
+    async def make(key: str, metadata: dict[str, str] | None = None) -> Batch:
+        return await client.batches.create(
+            input_file_id=file.id,
+            endpoint=URL,
+            completion_window="24h",
+            metadata=metadata,
+            extra_headers={header: key},
         )
-        for _ in range(2)
-    ]
-    assert made[0].id == made[1].id
-    await ended(client, made[0])
+
+    made = await make("mine")
+    assert (await make("mine")).id == made.id
+    assert (await make("other")).id != made.id
+    with pytest.raises(openai.BadRequestError, match=f"'{header}' was used for another batch"):
+        await make("mine", {"not": "the same"})
+    with pytest.raises(openai.BadRequestError, match=f"'{header}' must have 1 to 255 characters"):
+        await make("x" * 256)
+    await ended(client, made)
+    await client.files.delete(file.id)
+    assert (await make("mine")).id == made.id
+
+
+class LosesFirstAnswer(httpx2.AsyncHTTPTransport):
+    """Sends everything; of requests to a URL that ends so, the first answer is lost."""
+
+    def __init__(self, ending: str) -> None:
+        super().__init__()
+        self._ending = ending
+        self.num_sent = 0
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        response = await super().handle_async_request(request)
+        if request.url.path.endswith(self._ending):
+            self.num_sent += 1
+            if self.num_sent == 1:
+                await response.aread()
+                raise httpx2.ReadError("the answer is lost", request=request)
+        return response
+
+
+async def test_what_the_official_client_sends_again_is_the_same_batch(running: Deployment) -> None:
+    gateway = await running.gateway()
+    transport = LosesFirstAnswer("/batches")
+    async with AsyncOpenAI(
+        base_url=f"{gateway.url}/v1", api_key="any", max_retries=2, http_client=httpx2.AsyncClient(transport=transport)
+    ) as client:
+        batch = await started(client, line("a"))
+        assert transport.num_sent == 2
+        assert [each.id for each in (await client.batches.list()).data] == [batch.id]
+        again = await client.batches.create(
+            input_file_id=str(batch.input_file_id), endpoint=URL, completion_window="24h"
+        )
+        assert again.id != batch.id, "the same is asked for twice"
 
 
 async def test_a_batch_whose_time_is_up_keeps_what_it_has(running: Deployment, client: AsyncOpenAI) -> None:
@@ -288,6 +357,38 @@ async def test_tenants_have_as_many_files_and_batches_as_they_may_have(broker_ur
             with pytest.raises(openai.APIStatusError, match="larger than the limit of 2000 bytes"):
                 await client.files.create(file=("in.jsonl", jsonl(line("d", prompt="x" * 3000))), purpose="batch")
             assert first.purpose == "batch"
+
+
+async def test_what_is_made_at_once_at_two_gateways_does_not_exceed_the_limits(broker_url: str, prefix: str) -> None:
+    async with (
+        deployment(broker_url, prefix, file_limit=3, batch_limit=2) as running,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        await ensure_jobs_stream(running.bus, MODEL)  # without a worker: no batch ends meanwhile and makes room
+        clients = []
+        for _ in range(2):
+            gateway = await running.gateway()
+            client = AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="any", max_retries=0, timeout=20)
+            clients.append(await stack.enter_async_context(client))
+        file = ("in.jsonl", jsonl(line("a")))
+        sent = await asyncio.gather(
+            *(client.files.create(file=file, purpose="batch") for client in clients * 4), return_exceptions=True
+        )
+        files = [each for each in sent if not isinstance(each, BaseException)]
+        assert len(files) == 3
+        assert all("3 files" in str(each) for each in sent if isinstance(each, BaseException))
+        assert len({each.id for each in (await clients[0].files.list()).data}) == 3
+        info = await running.bus.nc.jetstream().stream_info(f"OBJ_{running.bus.names.files_store}")
+        assert info.state.messages == 2 * 3, "the bytes of those that were refused are gone"
+        made = await asyncio.gather(
+            *(
+                client.batches.create(input_file_id=files[0].id, endpoint=URL, completion_window="24h")
+                for client in clients * 4
+            ),
+            return_exceptions=True,
+        )
+        assert sum(isinstance(each, Batch) for each in made) == 2
+        assert all(isinstance(each, Batch | openai.RateLimitError) for each in made)
 
 
 async def test_a_file_that_asked_for_less_time_is_gone_then_bytes_and_all(

@@ -7,11 +7,13 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
 import pytest_asyncio
 
+from headrace import metrics
 from headrace.bus.overview import overview
 from headrace.gateway import answers, lifecycle, protocol
 from tests.deployment import MODEL, Deployment, Gateway, deployment, sim, until
@@ -34,6 +36,9 @@ class Http:
 
     def get(self, path: str) -> Any:
         return self._session.get(self.gateway.url + path)
+
+    def head(self, path: str) -> Any:
+        return self._session.head(self.gateway.url + path)
 
     def delete(self, path: str) -> Any:
         return self._session.delete(self.gateway.url + path)
@@ -147,10 +152,13 @@ async def test_content_types_do_not_matter_but_encodings_do(running: Deployment,
 # Heads
 
 
+def port_of(gateway: Gateway) -> int:
+    return int(gateway.url.rpartition(":")[2])
+
+
 async def raw(gateway: Gateway, request: bytes) -> bytes:
     """What comes back for bytes that no HTTP library would send, until the gateway closes or a moment has passed."""
-    host, _, port = gateway.url.removeprefix("http://").partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(gateway))
     try:
         writer.write(request)
         await writer.drain()
@@ -183,6 +191,61 @@ async def test_a_head_that_does_not_end_costs_the_connection(http: Http, monkeyp
     monkeypatch.setattr(protocol, "_HEAD_S", 0.3)
     for head in (b"", b"GET /healthz HTTP/1.1\r\nHost:"):
         assert await raw(http.gateway, head) == b""
+
+
+REFUSED_HEAD = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000000\r\n\r\n"
+
+
+async def test_a_body_that_trickles_on_after_the_answer_costs_the_connection(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "_DRAIN_S", 0.5)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(http.gateway))
+
+    async def trickle() -> None:
+        with contextlib.suppress(ConnectionError):
+            while not writer.is_closing():
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+
+    writer.write(REFUSED_HEAD)
+    trickling = asyncio.create_task(trickle())
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 404")
+            with contextlib.suppress(ConnectionResetError):
+                await reader.read()
+    finally:
+        trickling.cancel()
+        await asyncio.wait([trickling])
+        writer.close()
+
+
+async def test_a_large_body_is_not_read_for_ever_after_the_answer(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_MAX_DRAINED_BYTES", 1_000_000)
+    monkeypatch.setattr(protocol, "_DRAIN_S", 600.0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(http.gateway))
+    writer.write(REFUSED_HEAD)
+    async with asyncio.timeout(WITHIN_S):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 404")
+        with contextlib.suppress(ConnectionError):
+            while True:  # until the timeout, unless the gateway closes
+                writer.write(b"x" * 65_536)
+                await writer.drain()
+    writer.close()
+
+
+async def test_a_connection_whose_body_ends_soon_after_the_answer_is_used_again(http: Http) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(http.gateway))
+    async with asyncio.timeout(WITHIN_S):
+        for _ in range(2):
+            writer.write(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
+            await reader.readexactly(int(length.partition(b":")[2]))
+            writer.write(b"0123456789")
+    writer.close()
 
 
 async def test_a_client_that_takes_nothing_for_long_loses_its_connection_and_its_job(
@@ -330,6 +393,29 @@ async def test_a_client_that_leaves_ends_its_job(running: Deployment, http: Http
     assert asyncio.get_running_loop().time() - began < 2.0
 
 
+async def test_who_leaves_before_the_answer_is_counted_apart(running: Deployment, http: Http) -> None:
+    def counted() -> dict[str, float]:
+        return {sample.labels["status"]: sample.value for sample in metrics.HTTP_REQUESTS.samples()}
+
+    async def is_open() -> bool:
+        return any(sample.value for sample in metrics.HTTP_OPEN.samples())
+
+    async def are_counted(number: float) -> bool:
+        return counted().get("499", 0.0) == before.get("499", 0.0) + number
+
+    before = counted()
+    engine = sim(default_tokens=4000, tokens_per_second=20)
+    await running.worker(engine)
+    await leave_after_begin(http, engine, is_streaming=False)
+    await until(lambda: are_counted(1))
+    _, writer = await asyncio.open_connection(*urlsplit(http.gateway.url).netloc.split(":"))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+    await until(is_open)
+    writer.close()
+    await until(lambda: are_counted(2))
+    assert {**counted(), "499": 0.0} == {**before, "499": 0.0}
+
+
 async def leave_after_begin(http: Http, engine: Any, *, is_streaming: bool) -> None:
     request = http.post({**HELLO, "max_tokens": 4000, "stream": is_streaming}, x_headrace_id="left")
     if is_streaming:
@@ -403,6 +489,19 @@ async def test_a_job_by_its_id(running: Deployment, http: Http) -> None:
         async with http.get(path) as response:
             status, code = await refused(response)
             assert (status, code) in {(404, "job_not_found"), (400, "invalid_value")}
+
+
+async def test_the_head_of_a_stream_does_not_wait_for_its_end(running: Deployment, http: Http) -> None:
+    await running.worker(sim(default_tokens=4000, tokens_per_second=5))
+    async with http.post({**HELLO, "max_tokens": 4000, "stream": True}, x_headrace_id="long") as response:
+        await next_line(response, "data: ")
+        async with http.head("/v1/jobs/long/stream") as head:
+            assert head.status == 200
+            assert head.headers["content-type"].startswith("text/event-stream")
+            assert head.headers["x-headrace-job"] == "long"
+        await next_line(response, "data: ")
+    async with http.head("/v1/jobs/nobody/stream") as head:
+        assert head.status == 404
 
 
 async def test_a_stream_read_anew_after_an_offset(running: Deployment, http: Http) -> None:

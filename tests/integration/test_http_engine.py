@@ -587,6 +587,29 @@ async def test_vllm_is_up_once_it_makes_tokens_or_is_seen_to_compute() -> None:
             computing.cancel()
 
 
+async def test_an_attached_vllm_that_does_not_tell_its_figures_is_warned_of_by_its_version(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    running = "vllm:num_requests_running 0\n"
+    capacity = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="41"} 1.0\n'
+    usage = "vllm:gpu_cache_usage_perc 0\n"
+    for metrics, said in (
+        (running, "vLLM 0.77.0 tells no capacity"),
+        (
+            running + capacity,
+            "vLLM 0.77.0 tells no usage of its KV cache: neither vllm:kv_cache_usage_perc nor vllm:gpu",
+        ),
+        (running + capacity + usage, ""),
+    ):
+        caplog.clear()
+        async with FakeOpenAI(models=VLLM) as fake:
+            fake.pages |= {"/metrics": (200, metrics), "/health": (200, ""), "/version": (200, {"version": "0.77.0"})}
+            async with attached(fake):
+                told = [record.getMessage() for record in caplog.records if "tells no" in record.getMessage()]
+        assert len(told) == bool(said)
+        assert all(said in each for each in told)
+
+
 async def test_resuming_completions() -> None:
     assert (await resumed_body(text_request("once"), Resume(text=" upon")))["prompt"] == "once upon"
     by_ids = Resume(text=" upon", token_ids=(7,), prompt_token_ids=(1, 2))

@@ -195,3 +195,10 @@ async def test_a_dead_letter_of_two_models_must_be_chosen(running: Deployment, h
     assert "choose with --model: a, b" in result.stderr
     assert "not known" in (await headrace.run("jobs", "replay", "j1", "--model", "b", code=1)).stderr
     assert "no dead letter" in (await headrace.run("jobs", "replay", "j1", "--tenant", "other", code=1)).stderr
+
+
+async def test_cancelling_as_json(running: Deployment, headrace: Headrace) -> None:
+    await occupy(running, "first", "second")
+    for name in ("second", "first"):
+        cancelled = await headrace.json("jobs", "cancel", name)
+        assert (cancelled["job"], cancelled["state"]) == (name, "cancelled")

@@ -7,12 +7,15 @@ import socket
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 
 import headrace.client
+from headrace.bus.connection import Message
 from headrace.cli.http import answers, free_port
 from headrace.errors import HeadraceError, RequestError
 from headrace.lifecycle import ChildProcess
+from headrace.schemas.metrics import Family, Measured, Sample
 from headrace.settings import Settings
 from tests.deployment import MODEL, Deployment, deployment, sim, until
 from tests.processes import part, serving
@@ -74,6 +77,46 @@ async def test_every_part_is_at_the_monitor(broker_url: str, prefix: str, tmp_pa
     assert "nobody-knows" not in seen.text
 
 
+async def test_a_forged_answer_leaves_the_scrape_small_and_is_counted(broker_url: str, prefix: str) -> None:
+    port = a_port()
+    async with deployment(broker_url, prefix, monitor_port=port) as running:
+        await running.monitor()
+        await listening(port)
+        sample = Sample("headrace_forged_total", {}, 1.0)
+        answers_of_one = [b"no answer"] + [
+            msgspec.json.encode(
+                Measured(
+                    service="router",
+                    process=f"forged-{number}",
+                    origin=f"forged-{number}",
+                    families=(Family("headrace_forged", "counter", "", (sample,) * number),),
+                )
+            )
+            for number in (1, 5_000, 30_000)
+        ]
+
+        async def forge(message: Message) -> None:
+            for data in answers_of_one:
+                await running.bus.publish(message.reply, data)
+
+        forging = await running.bus.subscribe(running.bus.names.metrics(), cb=forge)
+        await running.bus.flush()
+        before = await scrape(port)
+        after = await scrape(port)
+        await forging.unsubscribe()
+    for seen in (before, after):
+        assert len(seen.text) < 100_000
+        assert seen.values("process") > {"forged-1"}
+        assert "forged-5000" not in seen.text
+
+    def counted(seen: Scrape, kind: str) -> float:
+        return seen.total("headrace_metrics_dropped_total", kind=kind)
+
+    assert counted(after, "answer") >= counted(before, "answer") + 2
+    assert counted(after, "series") >= counted(before, "series") + 5_000
+    assert counted(after, "family") >= counted(before, "family") + 1
+
+
 async def one_of_each(running: Deployment, number: int) -> None:
     """Requests of a client that makes up every name it can."""
     made_up = f"made-up-{number}"
@@ -96,13 +139,24 @@ async def test_labels_stay_bounded_whatever_clients_send(broker_url: str, prefix
         await one_of_each(running, 0)
         await running.client.complete(model=MODEL, prompt="x", max_tokens=3)
         await listening(port)
-        before = await scrape(port)
+        before = await with_refused(port, 3)
         for number in range(1, 40):
             await one_of_each(running, number)
-        after = await scrape(port)
+        after = await with_refused(port, before.total("headrace_requests_refused_total") + 39 * 3)
     assert after.whole.keys() == before.whole.keys()
     assert "made-up" not in after.text
-    assert after.total("headrace_requests_refused_total") >= before.total("headrace_requests_refused_total") + 39 * 3
+
+
+async def with_refused(port: int, number: float) -> Scrape:
+    """A scrape that all parts answered in time, with so many refused requests at least."""
+    scrapes: list[Scrape] = []
+
+    async def is_whole() -> bool:
+        scrapes.append(await scrape(port))
+        return "w1" in scrapes[-1].values("worker") and scrapes[-1].total("headrace_requests_refused_total") >= number
+
+    await until(is_whole)
+    return scrapes[-1]
 
 
 async def test_after_two_hundred_aborts_nothing_is_in_flight_and_counters_never_fell(

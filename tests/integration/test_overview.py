@@ -65,7 +65,7 @@ async def test_a_known_model_without_requests_is_its_empty_default_queue(bus: Bu
         "workers": [],
         "queues": [
             {"model": "org/m-3.1", "pool": "default", "lane": "normal", "queue": "default", "queued": 0, "running": 0,
-             "oldest_age_s": None, "position": 0, "eta_s": None},
+             "oldest_age_s": None, "position": 0, "eta_s": None, "paused": False},
         ],
         "gone": [],
     }  # fmt: skip

@@ -19,7 +19,8 @@ from headrace.errors import JobFailedError, RequestError
 from headrace.schemas.config_text import decode_file, encode_entry, entries_of
 from headrace.schemas.subjects import QueueName
 from headrace.schemas.workers import Heartbeat
-from headrace.worker.engines.base import EngineUsage
+from headrace.worker import puller
+from headrace.worker.engines.base import PROBE_PREFIX, EngineUsage
 from headrace.worker.memory import Memory
 from tests.deployment import MODEL, Deployment, deployment, sim, until
 
@@ -328,8 +329,11 @@ async def test_above_the_high_water_mark_nothing_is_fetched(broker_url: str, pre
             await jobs.until_started("a")
 
 
-async def test_repeated_beginnings_land_where_they_are_warm(broker_url: str, prefix: str) -> None:
-    """A busy machine may be too late for its hints now and then, but not each time."""
+async def test_repeated_beginnings_land_where_they_are_warm(
+    broker_url: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others stand aside for ten times as long as they do: a busy machine may be too late for its own hints."""
+    monkeypatch.setattr(puller, "_AFTER_PREFERRED_S", 10 * puller._AFTER_PREFERRED_S)
     async with deployment(broker_url, prefix) as running:
         for number in range(3):
             await running.worker(sim(), worker=f"w{number}")
@@ -498,7 +502,8 @@ async def test_a_request_without_a_limit_reserves_the_default_and_the_engine_is_
     generate = engine.generate
 
     def noting(request: Any, *, max_tokens: int, **others: Any) -> Any:
-        sent.append(max_tokens)
+        if not others["request_id"].startswith(PROBE_PREFIX):
+            sent.append(max_tokens)
         return generate(request, max_tokens=max_tokens, **others)
 
     engine.generate = noting  # type: ignore[method-assign]

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import nats
 import pytest_asyncio
 from nats.aio.client import Client as NatsClient
@@ -18,6 +19,7 @@ from headrace.bus.provision import ensure_jobs_stream
 from headrace.client import Done
 from headrace.schemas.config import AliasConfig, AliasTarget, ModelConfig, PoolConfig, PoolRule, TenantConfig
 from headrace.schemas.config_text import Entry, encode_entry
+from headrace.schemas.replicas import Autoscale, ReplicaGroup
 from headrace.schemas.subjects import QueueName
 from tests.deployment import MODEL, Deployment, deployment, header, sim, until
 
@@ -203,6 +205,23 @@ async def test_a_model_may_refuse_while_it_has_no_worker_and_lenders_count(runni
     await running.worker(pool="spare")
     await until(lambda: _is_known_to_all(running, nc))
     assert await outcome(running, nc, CHAT, headers={"Headrace-Pool": "alone"}) == "no_worker"
+
+
+async def test_no_request_is_refused_or_sent_away_that_would_bring_a_replica(
+    running: Deployment, nc: NatsClient
+) -> None:
+    await running.worker(model=OTHER)
+    from_zero = ReplicaGroup(engine="sim", autoscale=Autoscale(min_replicas=0, max_replicas=2))
+    model = ModelConfig(on_no_worker="refuse", instances=(from_zero,), pools=(PoolConfig(name="alone"),))
+    await configure(running, nc, models__sim_model=model)
+    assert await outcome(running, nc, CHAT, headers={"Headrace-Pool": "alone"}) == "no_worker"
+    message = await ask(running, nc, CHAT, headers={"Headrace-Fallback": OTHER})
+    accepted = json.loads(message.data)
+    assert (accepted["model"], accepted["position"], accepted["eta_s"]) == (MODEL, 0, None)
+    assert await queues(running) == {QueueName(): 1}
+    always_one = msgspec.structs.replace(from_zero, autoscale=Autoscale(min_replicas=1, max_replicas=2))
+    await configure(running, nc, models__sim_model=msgspec.structs.replace(model, instances=(always_one,)))
+    assert await outcome(running, nc, CHAT) == "no_worker"
 
 
 async def _is_known_to_all(running: Deployment, nc: NatsClient) -> bool:

@@ -19,8 +19,11 @@ from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
 import headrace.client
+from headrace.batch.sweeping import LEFT_ALONE_S, sweep
+from headrace.bus.connection import connect
 from headrace.bus.credentials import new_credential
 from headrace.bus.members import GATEWAY, NOTICES, ROUTER, Member
+from headrace.bus.objects import Objects
 from headrace.client import Client, Delta, Done
 from headrace.schemas.subjects import Names, QueueName
 from tests.processes import part, serving
@@ -341,6 +344,18 @@ async def test_the_gateway_reads_neither_queue_nor_log(scene: Scene) -> None:
             assert await client.is_refused(subject, b"{}"), subject
         for subject in (">", "_INBOX.>", "_INBOX._svc.router.>", f"{PREFIX}.infer.>"):
             assert await client.is_deaf(subject), subject
+
+
+async def test_the_gateway_may_remove_what_dead_ones_left_of_files(scene: Scene) -> None:
+    settings = scene.broker.settings(GATEWAY, request_timeout_s=5)
+    async with connect(scene.broker.url, settings, name="test", inbox_prefix="_INBOX._svc.gateway") as bus:
+        objects = Objects(bus, bus.names.files_store)
+        dead, untold = (objects.writer(f"acme/file-{name}", ttl_s=60) for name in ("dead", "untold"))
+        await dead.write(bytes(1 << 20))
+        await untold.write(bytes(1 << 20))
+        await untold.commit()
+        assert await sweep(bus, now=bus.clock.now() + 2 * LEFT_ALONE_S) == 2
+        assert await objects.nuids() == set()
 
 
 async def test_a_star_that_lets_a_subscription_in_lets_no_message_of_a_service_through(scene: Scene) -> None:

@@ -15,14 +15,17 @@ from openai import AsyncOpenAI
 import headrace.client
 from headrace.bus.deadletters import DeadLetters
 from headrace.bus.heartbeats import WorkersBucket
-from headrace.bus.members import GATEWAY, MONITOR, NOTICES, OPERATOR, ROUTER, Member
+from headrace.bus.members import GATEWAY, HOST, MONITOR, NOTICES, OPERATOR, ROUTER, Member
+from headrace.bus.scales import Scales
 from headrace.cli.http import free_port
-from headrace.client import Client, Delta, Done, Requeued, Started
+from headrace.client import Accepted, Client, Delta, Done, Requeued, Started
 from headrace.errors import JobCancelledError, JobFailedError
 from headrace.lifecycle import ChildProcess
+from headrace.schemas.instances import GroupName
 from headrace.schemas.subjects import DEFAULT_TENANT
 from headrace.settings import Settings
 from tests.deployment import until
+from tests.hosts import configure, sim_group
 from tests.processes import part, serving
 from tests.scraping import scrape
 from tests.secured import ACME, SecuredBroker, secured_broker, worker
@@ -105,7 +108,7 @@ async def stack(tmp_path: Path, prefix: str) -> AsyncIterator[Stack]:
             yield Stack(broker, client, workers, port, monitor_port)
 
 
-async def test_all_parts_work_and_none_is_refused_anything(stack: Stack) -> None:
+async def test_all_parts_work_and_none_is_refused_anything(stack: Stack, tmp_path: Path) -> None:
     assert (await stack.client.complete(model=TWO, prompt="hi", max_tokens=5)).usage is not None
     await check_cancel_and_status(stack.client)
     await check_attach(stack.client)
@@ -114,6 +117,7 @@ async def test_all_parts_work_and_none_is_refused_anything(stack: Stack) -> None
     await check_gateway(stack)
     await check_batch(stack)
     await check_metrics(stack)
+    await check_scaling(stack, tmp_path)
     await check_resume_after_kill(stack)
     await check_drain(stack)
     assert stack.broker.violations() == []
@@ -225,6 +229,38 @@ async def check_metrics(stack: Stack) -> None:
     assert seen.values("process") >= set(WORKERS)
 
 
+async def check_scaling(stack: Stack, folder: Path) -> None:
+    """The monitor decides by what waits, and takes its decision away where nobody wants one."""
+    file = folder / "scaled.toml"
+    file.write_text(
+        f'[models.{IDLE}]\ninstances = [{{ engine = "sim", replicas = 0, autoscale = {{ min_replicas = 0 }} }}]\n'
+    )
+    await stack.headrace("config", "apply", str(file))
+    stream = stack.client.stream(model=IDLE, prompt="wake up", queue_timeout_s=60)
+    assert isinstance(await anext(aiter(stream)), Accepted)
+    name = GroupName(IDLE, "default")
+
+    async def replicas() -> int | None:
+        async with stack.broker.operator() as bus:
+            known = (await Scales(bus).read()).get(name)
+        return known.scale.replicas if known is not None and known.scale is not None else None
+
+    async def is_one() -> bool:
+        return await replicas() == 1
+
+    async def is_none() -> bool:
+        return await replicas() is None
+
+    await until(is_one)
+    seen = await scrape(stack.monitor_port)
+    assert seen.total("headrace_replicas_wanted", model=IDLE, pool="default") == 1
+    assert seen.total("headrace_scale_decisions_total", model=IDLE, direction="up") == 1
+    await stream.cancel()
+    file.write_text(f"[models.{IDLE}]\n")
+    await stack.headrace("config", "apply", str(file))
+    await until(is_none)
+
+
 async def check_drain(stack: Stack) -> None:
     """The command line as the operator: status, evict, drain."""
     workers = json.loads(await stack.headrace("status", "--json"))["workers"]
@@ -249,6 +285,30 @@ async def test_the_operator_may_be_any_tenant_and_start_parts(tmp_path: Path, pr
             started("serve", "monitor"),
             started("serve", "worker", "--engine", "sim", "--model", ONE),
             headrace.client.connect(broker.url, tenant=DEFAULT_TENANT, settings=broker.settings(OPERATOR)) as client,
+        ):
+            await serving(client, ONE)
+        assert broker.violations() == []
+
+
+async def test_a_host_agent_and_its_workers_have_one_credential_and_make_the_models_stream(
+    tmp_path: Path, prefix: str
+) -> None:
+    async with secured_broker(tmp_path, prefix, [ACME]) as broker:
+
+        def started(member: Member, *arguments: str) -> ChildProcess:
+            return part(
+                *arguments, url=broker.url, prefix=prefix, state_dir=tmp_path / "unused",
+                HEADRACE_NATS_CREDENTIALS=broker.credentials(member),
+            )  # fmt: skip
+
+        async with broker.operator() as bus:
+            await configure(bus, ONE, sim_group(1))
+        async with (
+            started(ROUTER, "serve", "router"),
+            started(HOST, "serve", "host", "--memory", "4GiB"),
+            headrace.client.connect(
+                broker.url, tenant="acme", credentials=broker.credentials(ACME), settings=Settings(prefix=prefix)
+            ) as client,
         ):
             await serving(client, ONE)
         assert broker.violations() == []

@@ -16,10 +16,12 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion
 
-from headrace.bus.configuration import ConfigView, read_entries
+from headrace.bus.configuration import ConfigView, StoredEntry, read_entries
+from headrace.bus.connection import Bus
 from headrace.bus.keyvalue import Bucket
 from headrace.bus.occupancy import num_messages
 from headrace.bus.provision import ensure_jobs_stream
+from headrace.cli import tenant_set
 from headrace.client import Client
 from headrace.errors import BrokerUnavailableError, RequestError
 from headrace.schemas.keys import hash_of
@@ -266,6 +268,41 @@ async def test_jobs_of_other_tenants_are_not_found(running: Deployment, gateway:
     assert (await ask(gateway, CHAT, other, method="POST", body=other_body, **named))[0] == 200
 
 
+async def test_a_tenant_is_changed_and_keeps_its_keys(
+    gateway: Gateway, headrace: Headrace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = await new_tenant(headrace, gateway, "acme", "--weight", "2", "--max-in-flight", "5", "--pool", "gold")
+    (before,) = await headrace.json("tenant", "list")
+    changed = await headrace.json(
+        "tenant", "set", "acme", "--no-max-in-flight", "--no-pool", "--tokens-per-minute", "100", "--model", "later"
+    )
+    expected = {**before, "max_in_flight": None, "pool": None, "tokens_per_minute": 100, "models": ["later"]}
+    assert changed == expected
+    assert await headrace.json("tenant", "list") == [expected]
+    assert await is_let_in(gateway, key)
+    opened = await headrace.run("tenant", "set", "acme", "--all-models", "--weight", "3")
+    assert "acme" in opened.stdout
+    assert await headrace.json("tenant", "list") == [{**expected, "models": None, "weight": 3.0}]
+    assert "'later' is known yet" not in opened.stderr
+
+    await headrace.run("tenant", "set", "nobody", "--weight", "1", code=1)
+    for wrong in ((), ("--weight", "0"), ("--pool", "x", "--no-pool"), ("--model", "m", "--all-models")):
+        await headrace.run("tenant", "set", "acme", *wrong, code=2)
+
+    async def read_and_be_overtaken(bus: Bus) -> dict[str, StoredEntry]:
+        stored = await read_entries(bus)
+        known = stored["tenants.acme"]
+        await Bucket(bus, bus.names.config_bucket).put(
+            "tenants.acme", b'{"weight":7}', expected_revision=known.revision
+        )
+        return stored
+
+    monkeypatch.setattr(tenant_set, "read_entries", read_and_be_overtaken)
+    overtaken = await headrace.run("tenant", "set", "acme", "--weight", "4", code=1)
+    assert "was changed by somebody else just now" in overtaken.stderr
+    assert [each["weight"] for each in await headrace.json("tenant", "list")] == [7.0]
+
+
 async def test_removing_a_tenant_says_what_goes_on(running: Deployment, gateway: Gateway, headrace: Headrace) -> None:
     keeper = await new_tenant(headrace, gateway, "keeper")
     key = await new_tenant(headrace, gateway, "acme")
@@ -303,7 +340,8 @@ async def test_a_tenant_that_cannot_be_read_may_have_keys(
     await refused_soon(gateway)
     key = await new_tenant(headrace, gateway, "acme")
     assert await is_let_in(gateway, key)
-    await headrace.run("tenant", "remove", "newer")
+    removed = await headrace.json("tenant", "remove", "newer")
+    assert removed == {"tenant": "newer", "num_requests": 0, "num_batches": 0, "num_files": 0}
     await headrace.run("tenant", "remove", "acme")
     await let_in_soon(gateway, None)
     assert (await read_entries(running.bus))["tenants.newer"].problem == ""

@@ -15,7 +15,9 @@ import pytest
 
 from headrace.bus.heartbeats import WorkersBucket
 from headrace.errors import EngineError, EngineStartError
+from headrace.hardware.gpu import find_gpu, visible_gpus
 from headrace.schemas.openai import InferenceRequest
+from headrace.worker.engines import vllm_gpus
 from headrace.worker.engines.base import EngineUsage, Resume
 from headrace.worker.engines.factory import make_engine
 from headrace.worker.engines.http import HttpAdapter
@@ -25,6 +27,7 @@ from headrace.worker.engines.sim import SimEngine
 from headrace.worker.engines.sim_script import SimOptions
 from headrace.worker.engines.vllm import VllmEngine, VllmOptions
 from tests.deployment import MODEL, deployment, until
+from tests.fake_nvml import Card, FakeNvml
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = f"{sys.executable} -m tests.fake_vllm"
@@ -214,6 +217,14 @@ async def test_what_keeps_it_from_starting_is_said(tmp_path: Path) -> None:
     with pytest.raises(EngineStartError, match=r"vLLM 0\.32\.0 tells no capacity: vllm:cache_config_info"):
         async with started(f"--fake-metrics {told}"):
             pass
+    told.write_text(told.read_text() + 'vllm:cache_config_info{block_size="16",num_gpu_blocks="11"} 1.0\n')
+    with pytest.raises(
+        EngineStartError,
+        match=r"vLLM 0\.99\.0 tells no usage of its KV cache: neither vllm:kv_cache_usage_perc nor "
+        "vllm:gpu_cache_usage_perc is in its /metrics",
+    ):
+        async with started(f"--fake-metrics {told} --fake-version 0.99.0"):
+            pass
     with pytest.raises(EngineStartError, match=r"vLLM 0\.12\.1 is too old: 0\.13 or newer"):
         async with started("--fake-version 0.12.1"):
             pass
@@ -225,6 +236,32 @@ async def test_what_keeps_it_from_starting_is_said(tmp_path: Path) -> None:
         await make_engine("vllm", "m", silent).start()
     with pytest.raises(EngineStartError, match="vLLM is not installed"):
         await make_engine("vllm", "m", {"command": "no-such-program"}).start()
+
+
+async def test_a_second_one_on_its_gpu_is_refused_by_its_name_until_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml = FakeNvml([Card("GPU-aa11", free_gib=79)])
+    monkeypatch.setattr(vllm_gpus, "visible_gpus", lambda *, environ: visible_gpus(nvml=nvml, environ={}))
+    monkeypatch.setattr(vllm_gpus, "find_gpu", lambda uuid: find_gpu(uuid, nvml=nvml, environ={}))
+    told = VllmOptions(command=COMMAND, args="--gpu-memory-utilization 0.6", start_timeout_s=15.0)
+    one, other = (VllmEngine("m", told, worker=name, shared_folder=tmp_path) for name in ("w1", "w2"))
+    try:
+        async with asyncio.timeout(2 * DEADLINE_S):
+            await one.start()
+            with pytest.raises(EngineStartError, match=r"worker w1 has 48\.0 GiB of its 80\.0 GiB, and 48\.0 GiB more"):
+                await other.start()
+            (tmp_path / "GPU-aa11" / "table.json").unlink()
+            await one.check_health()
+            with pytest.raises(EngineStartError, match="worker w1 has"):
+                await other.start()
+            await one.stop()
+            await other.start()
+            assert await generate(other, 2) == "0 1 "
+    finally:
+        await one.stop()
+        await other.stop()
+    assert list(tmp_path.glob("*/*.alive")) == []
 
 
 class _Silent(SimEngine):

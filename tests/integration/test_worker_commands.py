@@ -75,6 +75,14 @@ async def test_a_drained_worker_finishes_what_it_has_and_leaves(running: Deploym
     assert "no worker w1 lives; there are: none" in (await headrace.run("drain", "w1", code=1)).stderr
 
 
+async def test_draining_as_json(running: Deployment, headrace: Headrace) -> None:
+    await running.worker()
+    drained = await headrace.json("drain", "w1")
+    assert drained["worker"] == "w1"
+    assert drained["epoch"]
+    assert drained["wall_s"] > 0
+
+
 async def test_drain_says_what_is_left_when_the_time_is_over(running: Deployment, headrace: Headrace) -> None:
     worker = await running.worker(sim(tokens_per_second=20.0))
     reading = Reading()

@@ -51,6 +51,7 @@ class GateMachine(RuleBasedStateMachine):
         self.here: list[Request] = []
         self.has_shrunk = False
         self.is_down = False
+        self.is_stopped = False
 
     def is_in(self, request: Request) -> bool:
         return request in self.gate  # type: ignore[operator]
@@ -67,7 +68,7 @@ class GateMachine(RuleBasedStateMachine):
         self.here.append(request)
         is_in = self.gate.enter(request, need, is_interrupted=interrupted, guest=guest)  # type: ignore[arg-type]
         assert is_in == self.is_in(request)
-        assert not (is_in and self.is_down)
+        assert not (is_in and (self.is_down or self.is_stopped))
         return request
 
     @rule(request=requests)
@@ -114,13 +115,27 @@ class GateMachine(RuleBasedStateMachine):
 
     @rule()
     def engine_goes_down(self) -> None:
-        self.gate.pause()
+        self.gate.pause("engine")
         self.is_down = True
 
     @rule()
     def engine_comes_back(self) -> None:
-        self.gate.resume()
+        self.gate.resume("engine")
         self.is_down = False
+
+    @rule()
+    def somebody_pauses_the_model(self) -> None:
+        self.gate.pause("operator")
+        self.is_stopped = True
+
+    @rule()
+    def somebody_resumes_the_model(self) -> None:
+        self.gate.resume("operator")
+        self.is_stopped = False
+
+    @invariant()
+    def either_reason_is_enough(self) -> None:
+        assert self.gate.is_paused == (self.is_down or self.is_stopped)
 
     @invariant()
     def needs_never_exceed_the_capacity(self) -> None:
@@ -149,7 +164,7 @@ class GateMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_who_could_start_alone(self) -> None:
-        if self.ledger.num_running == 0 and not self.gate.marks.is_above and not self.is_down:
+        if self.ledger.num_running == 0 and not self.gate.marks.is_above and not self.gate.is_paused:
             capacity = self.ledger.capacity_tokens
             assert not [waiter for waiter in self.gate.waiters if capacity is None or waiter.need_tokens <= capacity]
 

@@ -1,6 +1,10 @@
-"""Several workers on one GPU, in any interleaving: together they never promise more than is free."""
+"""Several workers on one GPU, in any interleaving: together they never promise more than is free.
+
+Also where somebody removes or tears the files by which they know of one another.
+"""
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,16 +12,18 @@ from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.discipline.capacity import MeasuredCapacity
-from headrace.worker.capacity import KvCapacity, Looked, shared_by
+from headrace.worker.capacity import KvCapacity, Looked
 from headrace.worker.ledger import Ledger
-from headrace.worker.memory import Memory
+from headrace.worker.memory import Memory, shared_by
 from headrace.worker.sharing import SharedMemory
 
 FREE_BYTES = 100
 WORKERS = st.integers(0, 1)
+TORN = st.sampled_from([None, b"", b"{", b'{"version":7,"unpromised_bytes":100,"parts":{"w-'])
+"""What is left of a table.json."""
 
 
 class Request:
@@ -77,8 +83,9 @@ class SharedGpu(RuleBasedStateMachine):
         self.now = 0.0
         self.workers = [self.new_worker(is_kept=is_kept) for is_kept in kept]
         self.dead: list[Worker] = []
-        for number in range(len(self.workers)):
-            self.measure(number)
+        self.is_somebody_unknown = False
+        self.now = 1.0  # a new table promises nothing before
+        self.all_measure()
 
     def new_worker(self, *, is_kept: bool) -> Worker:
         return Worker(Path(self.folder.name), is_kept=is_kept, clock=lambda: self.now)
@@ -108,7 +115,10 @@ class SharedGpu(RuleBasedStateMachine):
 
     @rule(number=WORKERS)
     def admit_all_that_is_unpromised(self, number: int) -> None:
-        self.admit(number, self.workers[number].shared._read().unpromised_bytes or 0)
+        table = self.workers[number].shared._table
+        with table.locked(within_s=1):
+            unpromised_bytes = table.read().unpromised_bytes
+        self.admit(number, unpromised_bytes or 0)
 
     @rule(number=WORKERS, need=st.integers(20, 70))
     def run_to_the_last_token(self, number: int, need: int) -> None:
@@ -197,20 +207,32 @@ class SharedGpu(RuleBasedStateMachine):
         self.read(number)
         self.note(number)
 
-    @rule(seconds=st.sampled_from([0.5, 2.5, 5.0]))
+    @rule()
+    def all_measure(self) -> None:
+        for number in range(len(self.workers)):
+            self.measure(number)
+        self.is_somebody_unknown = False
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 2.5, 5.0]))
     def wait(self, seconds: float) -> None:
-        """An engine notices within five seconds that its worker is dead."""
+        """An engine notices within five seconds that its worker is dead. Workers look twice a second, which matters
+        only to one whose own file is gone.
+        """
+        if self.is_somebody_unknown:
+            self.all_measure()
         self.now += seconds
         self.dead = [worker for worker in self.dead if self.now - worker.died_at < 5.0]
 
     @rule(number=WORKERS, is_kept=st.booleans())
     def crash(self, number: int, is_kept: bool) -> None:
         """The kernel closes what the process had open. Its engine goes on until it notices."""
+        if self.is_somebody_unknown:
+            self.all_measure()
         worker = self.workers[number]
-        assert worker.shared._lock is not None
-        assert worker.shared._alive is not None
-        os.close(worker.shared._lock)
-        os.close(worker.shared._alive)
+        assert worker.shared._table._lock is not None
+        assert worker.shared._table._alive is not None
+        os.close(worker.shared._table._lock)
+        os.close(worker.shared._table._alive)
         worker.died_at = self.now
         self.dead.append(worker)
         self.workers[number] = self.new_worker(is_kept=is_kept)
@@ -220,6 +242,51 @@ class SharedGpu(RuleBasedStateMachine):
         worker = self.workers[number]
         worker.shared.close()
         self.workers[number] = self.new_worker(is_kept=worker.is_kept)
+
+    @rule(left=TORN)
+    def lose_the_table(self, left: bytes | None) -> None:
+        table = self.shared_folder / "table.json"
+        table.unlink(missing_ok=True)
+        if left is not None and self.shared_folder.exists():
+            table.write_bytes(left)
+
+    @rule(number=WORKERS, left=TORN)
+    def lose_the_table_while_the_other_stands_still(self, number: int, left: bytes | None) -> None:
+        """A process that is stopped tells nothing for seconds, and its engine goes on."""
+        self.all_measure()
+        self.lose_the_table(left)
+        self.measure(number)
+        self.wait(1.0)
+        self.measure(number)
+        self.admit_all_that_is_unpromised(number)
+
+    @rule()
+    def lose_the_lock(self) -> None:
+        (self.shared_folder / "lock").unlink(missing_ok=True)
+
+    @rule(number=WORKERS)
+    def lose_a_workers_file(self, number: int) -> None:
+        shared = self.workers[number].shared
+        shared._table._file_of(shared._table.member).unlink(missing_ok=True)
+        self.is_somebody_unknown = True
+
+    @precondition(lambda self: not self.dead)
+    @rule()
+    def lose_everything(self) -> None:
+        """What a worker had that died less than five seconds ago would be forgotten too soon."""
+        shutil.rmtree(self.shared_folder, ignore_errors=True)
+        self.is_somebody_unknown = True
+
+    @precondition(lambda self: not self.dead)
+    @rule(number=WORKERS)
+    def lose_everything_and_be_first(self, number: int) -> None:
+        self.lose_everything()
+        self.measure(number)
+        self.admit_all_that_is_unpromised(number)
+
+    @property
+    def shared_folder(self) -> Path:
+        return Path(self.folder.name) / "GPU-aa11"
 
     @invariant()
     def never_more_is_promised_than_is_free(self) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from headrace.errors import EngineBusyError, EngineError
 from headrace.schemas.chunks import ChoiceDelta, EngineChunk, Usage
 from headrace.schemas.openai import InferenceRequest
-from headrace.worker.engines.base import EngineFacts, EngineUsage, Resume
+from headrace.worker.engines.base import PROBE_PREFIX, EngineFacts, EngineUsage, MemoryUse, Resume
 
 if TYPE_CHECKING:
     from tests.simulation.world import Part, World
@@ -53,6 +53,9 @@ class StubEngine:
     async def usage(self) -> EngineUsage:
         return EngineUsage(num_running=len(self.running))
 
+    async def memory_use(self) -> tuple[MemoryUse, ...]:
+        return ()
+
     async def check_health(self) -> None:
         await asyncio.sleep(0)
         if self.is_dead:
@@ -85,6 +88,9 @@ class StubEngine:
         priority: int = 0,
     ) -> AsyncGenerator[EngineChunk, None]:
         world = self._world
+        if request_id.startswith(PROBE_PREFIX):
+            yield await self._probed()
+            return
         job, _, attempt = request_id.rpartition("-")
         key = (job, int(attempt))
         first = resume.num_tokens if resume is not None else 0
@@ -120,3 +126,11 @@ class StubEngine:
             yield EngineChunk(choices=(ChoiceDelta(finish_reason="length"),), usage=usage)
         finally:
             self.running[key] -= 1
+
+    async def _probed(self) -> EngineChunk:
+        await asyncio.sleep(0)
+        await self._hung.wait()
+        if self.is_dead:
+            raise EngineError("the engine died")
+        usage = Usage(prompt_tokens=1, completion_tokens=1, total_tokens=2)
+        return EngineChunk(choices=(ChoiceDelta(text="a", num_tokens=1, finish_reason="length"),), usage=usage)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import io
+import json
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -21,11 +22,13 @@ from headrace.cli.jobs import shorten
 from headrace.cli.options import group_options, parse_assignments, with_settings
 from headrace.cli.screen import Screen
 from headrace.cli.stack import Plan
+from headrace.cli.up import curl_lines
 from headrace.client import Accepted, Delta, Done, Started, StreamEvent
 from headrace.errors import BrokerUnavailableError, ConfigError, HeadraceError
 from headrace.schemas.events import AcceptedBody, Owner, accepted, delta, started
 from headrace.schemas.overview import GoneWorker, Overview, QueueOverview, WorkerOverview
 from headrace.settings import Settings
+from tests.commands import logging_kept
 
 
 def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -59,7 +62,7 @@ def test_help_teaches_the_first_steps_and_names_every_command() -> None:
     result = run("--help")
     assert result.exit_code == 0
     assert "First steps" in result.output
-    for name in ("up", "demo", "ask", "status", "jobs", "drain", "evict", "serve", "provision", "bench"):
+    for name in ("up", "demo", "ask", "status", "jobs", "drain", "evict", "serve", "provision", "doctor", "bench"):
         assert f"\n  {name} " in result.output
     assert "headrace ask" in result.output
 
@@ -75,7 +78,9 @@ def test_every_command_explains_itself_and_takes_the_common_options(path: tuple[
         ("serve",),
         ("bench",),
         ("bench", "simulate"),
+        ("bench", "scaling"),
         ("config",),
+        ("models",),
         ("tenant",),
         ("tenant", "key"),
     ):
@@ -188,6 +193,14 @@ def test_an_unknown_variable_stops_the_start(no_broker: str) -> None:
         ("jobs", "replay", "j"),
         ("drain", "w"),
         ("evict", "w"),
+        ("models", "list"),
+        ("models", "add", "m", "--engine", "sim"),
+        ("models", "set", "m", "--replicas", "2"),
+        ("models", "restart", "m"),
+        ("models", "pause", "m"),
+        ("models", "retry", "m"),
+        ("models", "remove", "m", "--yes"),
+        ("models", "alias", "a", "m"),
         ("provision",),
         ("serve", "router"),
         ("serve", "monitor"),
@@ -228,12 +241,32 @@ def test_expected_errors_are_one_line(
     assert (result.exit_code, result.stderr.strip()) == (code, shown)
 
 
-def test_a_bug_is_not_dressed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (ValueError("a\nbug"), "headrace: unexpected ValueError: a | bug"),
+        (KeyError(), "headrace: unexpected KeyError"),
+        (ExceptionGroup("g", [ValueError("bug")]), "headrace: unexpected ValueError: bug"),
+        (
+            ExceptionGroup("g", [ExceptionGroup("h", [ValueError("bug")]), ConfigError("bad")]),
+            "headrace: bad; unexpected ValueError: bug",
+        ),
+    ],
+    ids=["one", "without words", "group", "beside what was expected"],
+)
+def test_a_bug_is_not_dressed_up_and_its_reason_is_the_last_line(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, shown: str
+) -> None:
     def fails(settings: Settings, **options: Any) -> None:
-        raise ExceptionGroup("g", [HeadraceError("expected"), ValueError("bug")])
+        raise error
 
     monkeypatch.setattr(status.status, "callback", with_settings(fails))
-    assert isinstance(run("status").exception, ExceptionGroup)
+    result = run("status")
+    assert result.exit_code == 1
+    *trace, last = result.stderr.splitlines()
+    assert last == shown
+    assert any("Traceback" in line for line in trace)
+    assert any("fails" in line for line in trace)
 
 
 # options
@@ -292,6 +325,17 @@ def test_a_plan_is_started_by_the_arguments_of_serve_worker() -> None:
 async def the(*events: StreamEvent) -> AsyncIterator[StreamEvent]:
     for event in events:
         yield event
+
+
+def test_the_hint_for_curl_has_a_key_where_one_is_wanted() -> None:
+    plan = Plan(model="m", engine="sim", http_port=8080)
+    (line,) = curl_lines(Settings(), plan, has_keys=False)
+    assert "http://127.0.0.1:8080/v1/chat/completions" in line
+    assert "Authorization" not in line
+    with_key, told = curl_lines(Settings(), plan, has_keys=True)
+    assert "-H 'Authorization: Bearer KEY'" in with_key
+    assert "headrace tenant key add" in told
+    assert curl_lines(Settings(), Plan(model="m", engine="sim"), has_keys=True) == []
 
 
 def test_an_answer_counts_tokens_and_times() -> None:
@@ -409,3 +453,25 @@ async def test_an_answer_that_fails_ends_its_line(text: str, shown: str, capsys:
     with pytest.raises(HeadraceError):
         await answer()
     assert capsys.readouterr().out == shown
+
+
+# doctor
+
+
+def test_doctor_tells_of_settings_that_cannot_be_used_as_a_finding() -> None:
+    with logging_kept():
+        result = run("doctor", "--json", HEADRACE_QUEUE_LIMTI="5")
+    (finding,) = json.loads(result.stdout)
+    assert (result.exit_code, finding["id"], finding["severity"]) == (1, "settings", "error")
+    assert "did you mean HEADRACE_QUEUE_LIMIT?" in finding["found"]
+    assert set(finding) == {"id", "severity", "found", "remedy"}
+
+
+def test_doctor_without_a_broker_says_so_and_goes_on(no_broker: str) -> None:
+    with logging_kept():
+        result = run("doctor", "--json", "--state-dir", no_broker)
+    found = {finding["id"]: finding["severity"] for finding in json.loads(result.stdout)}
+    assert result.exit_code == 1
+    assert found["broker"] == "error"
+    assert {"settings", "state-dir"} <= found.keys()
+    assert not Path(no_broker).exists()

@@ -139,6 +139,7 @@ def test_there_is_a_unit_for_every_part_and_each_starts_it() -> None:
     assert starts == {
         "headrace-broker.service": ["nats-server -c /etc/headrace/nats-server.conf"],
         "headrace-gateway.service": ["headrace serve gateway"],
+        "headrace-host.service": ["headrace serve host"],
         "headrace-monitor.service": ["headrace serve monitor"],
         "headrace-router.service": ["headrace serve router"],
         "headrace-worker@.service": ["headrace serve worker $WORKER_ARGS"],
@@ -152,7 +153,7 @@ def test_a_part_is_given_longer_to_stop_than_it_takes() -> None:
     grace_s = settings.Settings(state_dir="s").grace_s
     for unit in UNITS:
         stop_s = int(re.findall(r"^TimeoutStopSec=(\d+)$", unit.read_text(), re.MULTILINE)[0])
-        if "worker" in unit.name or "gateway" in unit.name:
+        if any(part in unit.name for part in ("worker", "gateway", "host")):
             assert stop_s > grace_s
     for name in ("worker", "worker-gpu", "gateway"):
         assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) > grace_s

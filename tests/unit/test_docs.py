@@ -86,7 +86,8 @@ def known_subjects() -> set[str]:
 def known_streams() -> set[str]:
     names = Names(prefix="<p>")
     jobs, log = names.jobs_stream("model").replace("_model", "_<model>"), names.log_stream(0).replace("_0", "_<shard>")
-    buckets = {names.workers_bucket, names.config_bucket, names.usage_bucket, names.batches_bucket, names.files_store}
+    buckets = {names.workers_bucket, names.config_bucket, names.usage_bucket, names.batches_bucket, names.files_store,
+               names.instances_bucket}  # fmt: skip
     return {jobs, log, names.dead_stream, names.batch_stream, *buckets}
 
 
@@ -203,7 +204,7 @@ def test_every_command_shown_exists_with_its_options(words: list[str]) -> None:
         assert found is not None, f"no command {name}"
         current = found
     options = {option for parameter in current.params for option in parameter.opts} | {"--help"}
-    assert {word for word in rest if word.startswith("-")} <= options
+    assert {word for word in rest if word.startswith("-") and " " not in word} <= options
 
 
 def test_the_line_for_the_nats_command_is_a_good_request() -> None:

@@ -229,6 +229,10 @@ def test_comments(position: int | None, eta_s: float | None, line: bytes) -> Non
     assert waiting_comment(position, eta_s) == line
 
 
+def test_a_comment_says_that_the_model_is_paused() -> None:
+    assert waiting_comment(3, None, is_paused=True) == b": queued, position 3, the model is paused\n\n"
+
+
 # What is open
 
 

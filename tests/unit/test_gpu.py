@@ -8,8 +8,8 @@ import pynvml
 import pytest
 
 from headrace.errors import EngineError, EngineStartError
-from headrace.worker import gpu as gpus
-from headrace.worker.gpu import find_gpu, list_gpus, visible_gpus
+from headrace.hardware import gpu as gpus
+from headrace.hardware.gpu import find_gpu, list_gpus, visible_gpus
 from headrace.worker.memory import Memory
 from tests.fake_nvml import GIB, Card, FakeNvml
 

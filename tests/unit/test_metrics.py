@@ -1,16 +1,21 @@
 """What is shown of what parts tell, and of names that nobody bounded before."""
 
+import msgspec
 import pytest
 
 from headrace import metrics
-from headrace.monitor.exposition import as_text
+from headrace.monitor.exposition import Answers, as_text
 from headrace.schemas.metrics import Family, Measured, Sample
 from headrace.schemas.overview import Overview, QueueOverview
 from tests.scraping import Scrape
 
 
 def shown(*parts: Measured, now: Overview | None = None) -> Scrape:
-    return Scrape(as_text(parts, now or Overview(workers=(), queues=())).decode())
+    return Scrape(as_text(parts, now or Overview(workers=(), queues=()))[0].decode())
+
+
+def dropped(*parts: Measured) -> dict[str, int]:
+    return dict(as_text(parts, Overview(workers=(), queues=()))[1])
 
 
 def part(*families: Family, process: str = "p") -> Measured:
@@ -35,12 +40,85 @@ def test_a_family_of_several_processes_is_shown_once() -> None:
         counter("headrace_bad-name", 1),
         counter("headrace_x", 1, Bad="x"),
         counter("headrace_x", 1, label="x" * 121),
+        counter("headrace_x", 1, **dict.fromkeys("abcdefghi", "x")),
         Family("headrace_x", "summary", "", ()),
         Family("headrace_x", "counter", "", (Sample("headrace_other_total", {}, 1.0),)),
     ],
 )
 def test_what_is_not_well_formed_is_left_out(family: Family) -> None:
     assert {name for name, _ in shown(part(family)).samples} == set()
+    assert dropped(part(family)).keys() <= {"family", "series"}
+    assert dropped(part(family)).get("series", 0) == len(family.samples)
+
+
+def family_of(name: str, num_series: int) -> Family:
+    samples = tuple(Sample(f"{name}_total", {"model": f"m{number}"}, 1.0) for number in range(num_series))
+    return Family(name, "counter", "What it means.", samples)
+
+
+def test_a_part_shows_no_more_series_than_its_share_and_no_family_in_part() -> None:
+    families = family_of("headrace_a", 3_000), family_of("headrace_b", 1_001), family_of("headrace_c", 1_000)
+    forged, honest = part(*families, process="a"), part(counter("headrace_b", 1), process="b")
+    seen = shown(forged, honest)
+    assert len(seen.samples) == 3_000 + 1_000 + 1
+    assert {name for name, labels in seen.samples if ("process", "a") in labels} == {
+        "headrace_a_total", "headrace_c_total",
+    }  # fmt: skip
+    assert dropped(forged, honest) == {"family": 1, "series": 1_001}
+    assert dropped(honest) == {}
+
+
+def test_the_largest_answer_of_one_part_is_a_small_text() -> None:
+    empty = Sample("headrace_x", {}, 1.0)
+    forged = Measured(
+        service="s" * 50,
+        process="p" * 130,
+        origin="o",
+        families=(Family("headrace_x", "gauge", "", (empty,) * 60_000),),
+    )
+    assert not Answers().take(msgspec.json.encode(forged))
+    most = msgspec.structs.replace(forged, families=(Family("headrace_x", "gauge", "", (empty,) * 4_000),) * 5)
+    assert Answers().take(msgspec.json.encode(most))
+    text, left_out = as_text([most], Overview(workers=(), queues=()))
+    assert len(text) < 2 << 20
+    assert left_out == {"family": 4, "series": 16_000}
+
+
+def test_a_part_may_make_up_no_more_families_than_are_shown_of_one_and_of_all() -> None:
+    def made_up(process: str) -> Measured:
+        return part(*(counter(f"headrace_{process}_{number}", 1) for number in range(100)), process=process)
+
+    seen = shown(*(made_up(process) for process in "abcdefgh"))
+    assert len(seen.samples) == 256
+    assert len(shown(made_up("a")).samples) == 64
+    assert dropped(made_up("a")) == {"family": 36, "series": 36}
+
+
+def test_where_parts_are_many_each_has_an_equal_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.monitor.counted._MAX_SERIES", 40)
+    parts = [part(family_of("headrace_a", size), process=str(size)) for size in (10, 10, 11, 3_000)]
+    seen = shown(*parts)
+    assert seen.values("process") == {"10"}
+    assert dropped(*parts) == {"family": 2, "series": 3_011}
+
+
+def test_answers_that_are_too_large_too_many_or_no_answers_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(origin: str) -> bytes:
+        return msgspec.json.encode(part(counter("headrace_x", 1), process=origin))
+
+    taken = Answers()
+    assert not taken.take(b"{")
+    assert not taken.take(b"[" * 100_000)
+    assert not taken.take(answer("x" * (512 << 10)))
+    assert taken.take(answer("a"))
+    monkeypatch.setattr("headrace.monitor.exposition._MAX_PARTS", 2)
+    assert taken.take(answer("b"))
+    assert not taken.take(answer("c"))
+    assert [each.process for each in taken.parts] == ["a", "b"]
+    monkeypatch.setattr("headrace.monitor.exposition._MAX_BYTES", len(answer("a")) + 10)
+    taken = Answers()
+    assert taken.take(answer("a"))
+    assert not taken.take(answer("b"))
 
 
 def test_text_that_would_break_a_line_is_escaped() -> None:

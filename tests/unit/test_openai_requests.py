@@ -256,7 +256,9 @@ def test_messages_openai_documents(message: dict[str, Any]) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
-        ({"max_tokens": 1.0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": 0.0}, "max_tokens"),
+        ({"max_tokens": 1e300}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"n": 0}, "n"),
@@ -354,7 +356,15 @@ def test_parameters_of_another_operation_cannot_harm() -> None:
 
 @pytest.mark.parametrize(
     ("sent", "prompt"),
-    [("p", "p"), ("", ""), (["p"], "p"), ([5, 6], [5, 6]), ([[5, 6]], [5, 6])],
+    [
+        ("p", "p"),
+        ("", ""),
+        (["p"], "p"),
+        ([5, 6], [5, 6]),
+        ([[5, 6]], [5, 6]),
+        ([5.0, 6], [5, 6]),
+        ([[5, 6.0]], [5, 6]),
+    ],
 )
 def test_one_prompt_in_any_of_its_forms(sent: Any, prompt: Any) -> None:
     assert accepted("completions", {"prompt": sent}).body["prompt"] == prompt
@@ -365,6 +375,19 @@ def test_wrong_prompts(prompt: Any) -> None:
     code, param = refused("completions", {"prompt": prompt})
     assert code == "invalid_value"
     assert param in ("prompt", "prompt[0]")
+
+
+def test_a_whole_number_with_a_point_is_an_integer() -> None:
+    request = accepted("completions", {"prompt": [5.0], "max_tokens": 16.0, "n": 2.0, "seed": -7.0, "temperature": 1.0})
+    assert (request.max_tokens, request.n) == (16, 2)
+    sent = {"prompt": [5], "n": 2, "seed": -7, "temperature": 1.0}
+    assert {name: (type(value), value) for name, value in request.body.items()} == {
+        name: (type(value), value) for name, value in sent.items()
+    }
+    assert accepted("embeddings", {"input": [[1.0, 2], [3]], "dimensions": 8.0}).body == {
+        "input": [[1, 2], [3]],
+        "dimensions": 8,
+    }
 
 
 def test_completions_logprobs_are_a_number() -> None:

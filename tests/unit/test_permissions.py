@@ -52,13 +52,14 @@ def test_a_worker_has_one_model_its_pools_and_one_key() -> None:
     assert not touches(f"{service_inbox('worker', 'w2')}.>", own.subscribe)
 
 
-@pytest.mark.parametrize("role", ["router", "worker", "monitor", "gateway"])
+@pytest.mark.parametrize("role", ["router", "worker", "monitor", "gateway", "host"])
 def test_a_service_may_delete_no_stream_and_touch_no_other_deployment(role: str) -> None:
     made = {
         "router": permissions.router(NAMES),
         "worker": permissions.worker(NAMES, "w", "m"),
         "monitor": permissions.monitor(NAMES),
         "gateway": permissions.gateway(NAMES),
+        "host": permissions.host(NAMES),
     }[role]
     assert not touches("$JS.API.STREAM.DELETE.*", made.publish)
     assert not touches("$JS.API.ACCOUNT.>", made.publish)

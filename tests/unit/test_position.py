@@ -53,6 +53,10 @@ def test_eta_is_unknown_before_anything_was_measured() -> None:
     assert eta_s(3, [beat(max_concurrency=1, running=1)]) is None
 
 
+def test_eta_is_unknown_while_the_model_is_paused_whatever_is_free() -> None:
+    assert eta_s(0, [beat(max_concurrency=4, seconds_per_job=1.0)], is_paused=True) is None
+
+
 @pytest.mark.parametrize(("eta", "seconds"), [(None, 1), (0.0, 1), (0.2, 1), (1.0, 1), (1.1, 2)])
 def test_retry_after_is_a_whole_number_of_at_least_one(eta: float | None, seconds: int) -> None:
     assert retry_after_s(eta) == seconds

@@ -3,19 +3,22 @@
 import asyncio
 import multiprocessing
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.errors import EngineError, EngineStartError
+from headrace.hardware.gpu import find_gpu
 from headrace.worker import capacity as capacities
-from headrace.worker.capacity import KvCapacity, shared_by
+from headrace.worker import sharing
+from headrace.worker.capacity import KvCapacity
 from headrace.worker.engines.base import EngineFacts, KvMemory
-from headrace.worker.gpu import find_gpu
 from headrace.worker.held import HeldSet
 from headrace.worker.ledger import Ledger
-from headrace.worker.memory import Memory
+from headrace.worker.memory import Memory, shared_by
 from headrace.worker.sharing import SharedMemory
 from tests.fake_nvml import Card, FakeNvml
 
@@ -28,6 +31,12 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     card = Card("GPU-aa11", free_bytes=1000 * MIB)
     monkeypatch.setattr(capacities, "find_gpu", lambda device: find_gpu(device, nvml=FakeNvml([card]), environ={}))
     return card
+
+
+@pytest.fixture(autouse=True)
+def _a_new_table_is_used_at_once(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if "new_table" not in request.keywords:
+        monkeypatch.setattr(sharing, "_NEW_FOR_S", 0.0)
 
 
 class OnGpu:
@@ -97,7 +106,7 @@ async def test_a_model_that_does_not_fit_is_refused_by_name(card: Card, tmp_path
     card.free_bytes = free * MIB
     with pytest.raises(EngineStartError, match=r"does not fit: GPU-aa11 has \d+ of \d+ bytes free, 104857600 are to"):
         await on_gpu(tmp_path)
-    assert SharedMemory(tmp_path / "GPU-aa11", name="x")._read().parts == {}
+    assert SharedMemory(tmp_path / "GPU-aa11", name="x")._table.read().parts == {}
 
 
 async def test_one_that_fits_once_others_requests_ended_is_not_refused(card: Card, tmp_path: Path) -> None:
@@ -148,10 +157,10 @@ def test_what_a_dead_worker_had_is_free_after_a_while(tmp_path: Path) -> None:
     dead.open()
     assert dead.publish(dead.look(), free_bytes=100, promised_bytes=0, allocated_bytes=0)
     assert dead.claim(100, reserved_bytes=100, reserve_bytes=0)
-    assert dead._lock is not None
-    assert dead._alive is not None
-    os.close(dead._lock)
-    os.close(dead._alive)  # as the kernel does
+    assert dead._table._lock is not None
+    assert dead._table._alive is not None
+    os.close(dead._table._lock)
+    os.close(dead._table._alive)  # as the kernel does
     other = SharedMemory(tmp_path, name="other", clock=lambda: now[0])
     other.open()
     for now[0] in (101.0, 105.9):
@@ -167,7 +176,7 @@ def test_while_another_keeps_the_table_locked_nobody_promises(tmp_path: Path) ->
     one, stuck = SharedMemory(tmp_path, name="one"), SharedMemory(tmp_path, name="stuck")
     one.open()
     stuck.open()
-    with stuck._locked(), pytest.raises(EngineError, match=r"keeps .* locked"):
+    with stuck._table.locked(within_s=1), pytest.raises(EngineError, match=r"keeps .* locked"):
         one.claim(1, reserved_bytes=1, reserve_bytes=0)
     assert one.publish(one.look(), free_bytes=100, promised_bytes=0, allocated_bytes=0)
     assert one.claim(1, reserved_bytes=1, reserve_bytes=0)
@@ -175,13 +184,148 @@ def test_while_another_keeps_the_table_locked_nobody_promises(tmp_path: Path) ->
     stuck.close()
 
 
-def test_a_table_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EngineStartError, match="file"):
         SharedMemory(tmp_path / "file", name="one").open()
-    (tmp_path / "table.json").write_text("{")
-    with pytest.raises(EngineStartError, match=r"table\.json cannot be read"):
-        SharedMemory(tmp_path, name="one").open()
+
+
+class Two:
+    """Workers of one folder, of 100 bytes of which each has promised 30 and neither has allocated any."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now = 100.0
+        self.folder = folder
+        self.one, self.other = self.worker("one"), self.worker("other")
+        for each in (self.one, self.other):
+            each.open()
+        self.now += 1
+        self.publish(self.one, 0)
+        for each in (self.one, self.other):
+            assert each.claim(30, reserved_bytes=30, reserve_bytes=0)
+
+    def worker(self, name: str) -> SharedMemory:
+        return SharedMemory(self.folder, name=name, clock=lambda: self.now)
+
+    def publish(self, worker: SharedMemory, promised_bytes: int = 30) -> None:
+        assert worker.publish(worker.look(), free_bytes=100, promised_bytes=promised_bytes, allocated_bytes=0)
+
+    def claim(self, worker: SharedMemory, need_bytes: int = 1) -> bool:
+        return worker.claim(need_bytes, reserved_bytes=30 + need_bytes, reserve_bytes=0)
+
+    def close(self) -> None:
+        self.one.close()
+        self.other.close()
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Two]:
+    workers = Two(tmp_path / "GPU-aa11")
+    yield workers
+    workers.close()
+
+
+@pytest.mark.new_table
+def test_a_new_table_promises_nothing_for_a_moment(tmp_path: Path) -> None:
+    now = [100.0]
+    one = SharedMemory(tmp_path, name="one", clock=lambda: now[0])
+    one.open()
+    for now[0], is_ours in ((100.0, False), (100.9, False), (101.0, True), (50.0, True)):
+        assert one.publish(one.look(), free_bytes=100, promised_bytes=0, allocated_bytes=0)
+        assert one.claim(1, reserved_bytes=1, reserve_bytes=0) == is_ours
+    one.close()
+
+
+@pytest.mark.new_table
+@pytest.mark.parametrize("left", [None, b"", b"{", b'{"version":1,"unpromised_bytes":100,"parts":{"on'])
+def test_a_table_that_is_lost_or_torn_promises_nothing_until_all_are_in_it_again(
+    two: Two, left: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    (two.folder / "table.json").unlink()
+    if left is not None:
+        (two.folder / "table.json").write_bytes(left)
+    assert not two.claim(two.one)
+    assert len(caplog.records) == (left is not None), "said once"
+    two.now += 60
+    two.publish(two.one)
+    assert not two.claim(two.one), "the other lives, and nobody knows what it promised"
+    two.publish(two.other)
+    assert not two.claim(two.one, 41)
+    assert two.claim(two.one, 40)
+    assert not two.claim(two.other)
+
+
+@pytest.mark.new_table
+def test_what_a_dead_worker_had_is_not_promised_where_the_table_is_lost(two: Two) -> None:
+    (two.folder / "table.json").unlink()
+    for descriptor in (two.other._table._lock, two.other._table._alive):
+        assert descriptor is not None
+        os.close(descriptor)  # as the kernel does
+    two.other._table._lock = two.other._table._alive = None
+    for seconds, is_ours in ((2.0, False), (4.9, False), (0.1, True)):
+        two.now += seconds
+        two.publish(two.one)
+        assert two.claim(two.one) == is_ours
+
+
+@pytest.mark.new_table
+def test_workers_whose_folder_is_removed_put_it_back_before_anybody_is_promised_anything(
+    two: Two, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.rmtree(two.folder)
+    third = two.worker("third")
+    third.open()
+    two.publish(third, 0)
+    assert not two.claim(third), "who was there before may not have noticed yet"
+    two.now += 0.9
+    assert not two.claim(two.other)
+    assert "removed under running workers" in caplog.text
+    two.publish(two.one)
+    two.now += 5
+    two.publish(third, 0)
+    assert not two.claim(third), "one of them has not told its part"
+    two.publish(two.other)
+    two.publish(third, 0)
+    assert not two.claim(third, 41)
+    assert two.claim(third, 40)
+    assert sorted(path.suffix for path in two.folder.glob("*.alive")) == [".alive"] * 3
+    third.close()
+
+
+def test_a_lock_that_is_removed_locks_nobody_out_and_nobody_in(two: Two) -> None:
+    (two.folder / "lock").unlink()
+    with two.one._table.locked(within_s=1):
+        with pytest.raises(EngineError, match=r"keeps .* locked"):
+            two.claim(two.other)
+        third = two.worker("third")
+        third._table.open()
+        with pytest.raises(EngineError, match=r"keeps .* locked"), third._table.locked(within_s=0.01):
+            pass
+        third._table.leave()
+    assert two.claim(two.other)
+
+
+def test_who_cannot_put_its_file_back_keeps_nobody_locked_out(two: Two) -> None:
+    own = two.one._table._file_of(two.one._table.member)
+    own.unlink()
+    own.mkdir()
+    with pytest.raises(EngineError, match="cannot be used"):
+        two.claim(two.one)
+    with two.other._table.locked(within_s=0):
+        pass
+    own.rmdir()
+
+
+def test_a_worker_without_its_file_puts_it_back_and_is_not_taken_for_dead(two: Two) -> None:
+    for path in two.folder.glob("one-*.alive"):
+        path.unlink()
+    two.publish(two.other)
+    two.now += 4.9
+    two.publish(two.one)
+    two.now += 4.9
+    two.publish(two.other)
+    assert not two.claim(two.other, 41)
+    assert two.claim(two.other, 40)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +382,7 @@ def test_processes_that_race_are_given_each_byte_once(tmp_path: Path) -> None:
         racer.join(20)
     results.close()
     assert sum(won) == 150
-    assert first._read().unpromised_bytes == 3
+    assert first._table.read().unpromised_bytes == 3
     first.close()
 
 

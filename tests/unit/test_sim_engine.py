@@ -11,7 +11,7 @@ import pytest
 from headrace.errors import ConfigError, EngineBusyError, EngineError, EngineRequestError
 from headrace.schemas.chunks import EngineChunk
 from headrace.schemas.openai import InferenceRequest
-from headrace.worker.engines.base import Resume
+from headrace.worker.engines.base import PROBE_PREFIX, Resume
 from headrace.worker.engines.factory import make_engine
 from headrace.worker.engines.sim import SimEngine, SimOptions
 
@@ -246,6 +246,44 @@ async def test_busy_and_refused_first() -> None:
             await collect(engine, chat())
         await collect(engine, chat())
     assert (engine.num_calls, engine.num_started) == (3, 1)
+
+
+async def test_sickness_is_over_after_so_many_starts() -> None:
+    options = {"error_rate": 0.5, "slow_factor": 3.0, "leak_bytes_per_s": 1 << 40, "sick_runs": 1}
+    async with started(tokens_per_second=1000.0, **options) as engine:
+        failed = 0
+        for number in range(40):
+            try:
+                await collect(engine, completion(f"request {number}"), max_tokens=1)
+            except EngineError:
+                failed += 1
+        assert failed == engine.num_failed
+        assert 10 < failed < 30  # by the seed: the same in every run
+        before, after = await engine.memory_use(), await engine.memory_use()
+        assert after[0].used_bytes > before[0].used_bytes
+        await engine.stop()
+        await engine.start()
+        for number in range(40):
+            await collect(engine, completion(f"request {number}"), max_tokens=1)
+        assert engine.num_failed == failed
+        assert await engine.memory_use() == await engine.memory_use()
+
+
+async def test_a_slow_one_takes_so_many_times_as_long() -> None:
+    async with started(tokens_per_second=100.0, ttft_s=0.02, slow_factor=10.0) as engine:
+        began = time.monotonic()
+        await collect(engine, completion("x"), max_tokens=3)
+        assert time.monotonic() - began >= 0.2 + 3 * 0.1
+
+
+async def test_probes_are_spared_everything_and_counted_apart() -> None:
+    async with started(die_after=0, busy_first=9, ttft_s=60.0, max_concurrency=1, fail_probes=1) as engine:
+        request_id = f"{PROBE_PREFIX}1"
+        with pytest.raises(EngineError, match="fail its probes"):
+            await anext(engine.generate(completion("a"), max_tokens=1, request_id=request_id))
+        chunk = await anext(engine.generate(completion("a"), max_tokens=1, request_id=request_id))
+        assert chunk.choices[0].finish_reason == "length"
+        assert (engine.num_probes, engine.num_calls, engine.num_started, engine.memory.peak_tokens) == (2, 0, 0, 0)
 
 
 async def test_speed_and_time_to_first_token() -> None:

@@ -345,11 +345,11 @@ from headrace.telemetry import Step, configure, extract, step_span
 with configure("router", instance_id="r1", version="1") as telemetry:
     assert not telemetry.is_enabled
     parent = extract({"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"})
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(20_000):
         with step_span(Step.PROCESS, "m", parent=parent):
             pass
-    print((time.perf_counter() - start) / 20_000 * 1e6)
+    print((time.process_time() - start) / 20_000 * 1e6)
 loaded = [name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter", "requests"))]
 assert not loaded, loaded
 """

@@ -1,12 +1,15 @@
 """The seam between a worker and whatever computes tokens."""
 
 from collections.abc import AsyncGenerator
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
 from headrace.schemas.chunks import EngineChunk
 from headrace.schemas.openai import InferenceRequest
+
+PROBE_PREFIX: Final = "headrace:probe-"
+"""How request ids of probes begin. No job's does, as no job's id has a colon."""
 
 
 class KvMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +59,16 @@ class EngineUsage(msgspec.Struct, frozen=True, kw_only=True):
     kv_usage_ratio: float | None = None
     memory_free_bytes: int | None = None
     memory_total_bytes: int | None = None
+
+
+class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine's own processes have of one kind of memory (`memory`, `GPU memory`), and how much of all of that
+    kind is free, as a share; None where that is not known.
+    """
+
+    kind: str
+    used_bytes: int
+    free_ratio: float | None = None
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +130,10 @@ class Engine(Protocol):
 
     async def usage(self) -> EngineUsage:
         """Live figures. Raises `EngineError` when they cannot be read."""
+        ...
+
+    async def memory_use(self) -> tuple[MemoryUse, ...]:
+        """What its processes have now, nothing where that is not known. Raises `EngineError` if it cannot be read."""
         ...
 
     async def check_health(self) -> None:

@@ -6,7 +6,7 @@ import msgspec
 
 from headrace.errors import EngineError, EngineStartError
 from headrace.worker.engines.bodies import Dialect
-from headrace.worker.engines.gauges import kv_facts_of, usage_of_metrics
+from headrace.worker.engines.gauges import KV_USAGE, kv_facts_of, usage_of_metrics
 from headrace.worker.engines.http import HttpAdapter
 
 __all__ = ["Findings", "detect"]
@@ -22,6 +22,7 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     dialect: Dialect
     health_path: str
     has_metrics: bool
+    has_kv_usage: bool = False
     version: str = ""
     kv_capacity_tokens: int | None = None
     block_size: int | None = None
@@ -61,6 +62,7 @@ async def detect(http: HttpAdapter, *, model: str, served_model: str | None) -> 
         dialect=dialect,
         health_path="/health" if health.status == 200 else "/v1/models",
         has_metrics=usage_of_metrics(metrics) is not None,
+        has_kv_usage=any(name in metrics for name in KV_USAGE),
         **facts,
     )
 

@@ -12,17 +12,18 @@ from typing import Final, NamedTuple
 
 from headrace.worker.engines.base import EngineUsage
 
-__all__ = ["CACHE_CONFIG", "KvFacts", "kv_facts_of", "steps_of", "usage_of_metrics"]
+__all__ = ["CACHE_CONFIG", "KV_USAGE", "KvFacts", "kv_facts_of", "steps_of", "usage_of_metrics"]
 
 _LINE: Final = re.compile(r"^(vllm:[a-z_]+|llamacpp:[a-z_]+)(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
 _LABEL: Final = re.compile(r'([a-zA-Z_]\w*)="([^"]*)"')
 _RUNNING: Final = ("vllm:num_requests_running", "llamacpp:requests_processing")
 _WAITING: Final = ("vllm:num_requests_waiting", "llamacpp:requests_deferred")
-_KV_USAGE: Final = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
+KV_USAGE: Final = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
+"""The usage of the KV cache by its name of today and the one before."""
 _PREEMPTIONS: Final = ("vllm:num_preemptions_total", "vllm:num_preemptions")
 CACHE_CONFIG: Final = "vllm:cache_config_info"
 _STEPS: Final = (
-    *_KV_USAGE,
+    *KV_USAGE,
     *_PREEMPTIONS,
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
@@ -51,7 +52,7 @@ def usage_of_metrics(text: str) -> EngineUsage | None:
             running.append(value)
         elif name in _WAITING:
             waiting.append(value)
-        elif name in _KV_USAGE:
+        elif name in KV_USAGE:
             usage.append(value)
         elif name in _PREEMPTIONS:
             preemptions.append(value)

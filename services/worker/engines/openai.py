@@ -13,17 +13,17 @@ from yarl import URL
 from headrace.errors import ConfigError, EngineError, EngineStartError
 from headrace.schemas.chunks import EngineChunk
 from headrace.schemas.openai import InferenceRequest
-from headrace.worker.engines.base import EngineFacts, EngineUsage, KvMemory, Resume
+from headrace.worker.engines.base import EngineFacts, EngineUsage, KvMemory, MemoryUse, Resume
 from headrace.worker.engines.bodies import Dialect, as_completion
 from headrace.worker.engines.counting import count_prompt_tokens, prompt_token_ids
 from headrace.worker.engines.detect import Findings, detect
-from headrace.worker.engines.gauges import CACHE_CONFIG, steps_of, usage_of_metrics
+from headrace.worker.engines.gauges import CACHE_CONFIG, KV_USAGE, steps_of, usage_of_metrics
 from headrace.worker.engines.http import HttpAdapter, Target
 from headrace.worker.engines.options import PositiveInt, Seconds
 from headrace.worker.engines.silence import Silence
 from headrace.worker.engines.vllm_versions import check_version
 
-__all__ = ["OpenAIEngine", "OpenAIOptions", "no_capacity", "root_of_url"]
+__all__ = ["OpenAIEngine", "OpenAIOptions", "root_of_url"]
 
 log = logging.getLogger(__name__)
 
@@ -99,14 +99,6 @@ def root_of_url(url: str) -> URL:
     return root.with_query(None).with_fragment(None).with_path(path or "/")
 
 
-def no_capacity(version: str) -> str:
-    """What to say of a vLLM whose metrics tell no block size and number of blocks."""
-    return (
-        f"vLLM {version or 'of unknown version'} tells no capacity: {CACHE_CONFIG} with block_size and num_gpu_blocks "
-        "is not in its /metrics; run it without --disable-log-stats, or tell the capacity (kv_tokens)"
-    )
-
-
 class OpenAIEngine:
     """An attached server. It never dies by itself, as nobody here owns its process: `check_health` tells."""
 
@@ -133,6 +125,24 @@ class OpenAIEngine:
     def facts(self) -> EngineFacts:
         """Options where given, else what the server said."""
         return self._facts
+
+    @property
+    def lacking(self) -> str:
+        """What a started vLLM does not tell and admission needs, with its version; empty if nothing is missing."""
+        if self._findings is None or self._findings.dialect is not Dialect.VLLM:
+            return ""
+        named = f"vLLM {self._findings.version or 'of unknown version'}"
+        if self._facts.kv_capacity_tokens is None and self._options.kv_memory is None:
+            return (
+                f"{named} tells no capacity: {CACHE_CONFIG} with block_size and num_gpu_blocks is not in its /metrics; "
+                "run it without --disable-log-stats, or tell the capacity (kv_tokens)"
+            )
+        if not self._findings.has_kv_usage and self._options.kv_memory is None:
+            return (
+                f"{named} tells no usage of its KV cache: neither {' nor '.join(KV_USAGE)} is in its /metrics; "
+                "run it without --disable-log-stats, or take a version that has one of them"
+            )
+        return ""
 
     async def start(self) -> None:
         """Wait until the server answers, and find out what it is. A vLLM must have made a token, too: its server
@@ -164,8 +174,8 @@ class OpenAIEngine:
             max_num_seqs=options.max_concurrency or findings.max_num_seqs,
             port=self._root.port,
         )
-        if is_vllm and self._facts.kv_capacity_tokens is None and options.kv_memory is None:
-            log.warning("%s", no_capacity(findings.version))
+        if why := self.lacking:
+            log.warning("%s", why)
 
     async def count_prompt_tokens(self, request: InferenceRequest) -> int:
         """By the tokenizer of vLLM or llama.cpp; with any other server the request's own estimate."""
@@ -213,6 +223,10 @@ class OpenAIEngine:
         if steps := steps_of(text):
             self._silence.note(steps, has_work=self._http.num_running > 0, now=time.monotonic())
         return msgspec.structs.replace(found, silent_s=self._silence.seconds)
+
+    async def memory_use(self) -> tuple[MemoryUse, ...]:
+        """Nothing: somebody else's processes may be anywhere."""
+        return ()
 
     async def check_health(self) -> None:
         """By `/health`, or by `/v1/models` (any status below 500) where the server has no `/health`; and by whether

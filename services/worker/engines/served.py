@@ -1,13 +1,15 @@
 """What the engines have in common that run a server of their own: a child, and the adapter attached to it."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 
 from headrace.errors import EngineError
 from headrace.schemas.chunks import EngineChunk
 from headrace.schemas.openai import InferenceRequest
-from headrace.worker.engines.base import EngineFacts, EngineUsage, Resume
+from headrace.worker.engines.base import EngineFacts, EngineUsage, MemoryUse, Resume
 from headrace.worker.engines.child import ServerChild
 from headrace.worker.engines.openai import OpenAIEngine
+from headrace.worker.footprint import memory_of
 
 __all__ = ["ServedEngine"]
 
@@ -65,6 +67,11 @@ class ServedEngine:
     async def usage(self) -> EngineUsage:
         """From the server's metrics."""
         return await self._running.usage()
+
+    async def memory_use(self) -> tuple[MemoryUse, ...]:
+        """Of the child and all below it, on the machine and on its GPUs."""
+        pid = self.pid
+        return await asyncio.to_thread(memory_of, pid) if pid is not None else ()
 
     async def check_health(self) -> None:
         """By the child's being there, and by what the server says."""

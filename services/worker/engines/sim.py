@@ -3,19 +3,22 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
+from typing import Final
 
 from headrace.errors import EngineBusyError, EngineError, EngineRequestError
 from headrace.schemas.chunks import ChoiceDelta, EngineChunk, Usage
 from headrace.schemas.openai import InferenceRequest
 from headrace.schemas.refusals import Refusal
 from headrace.worker.engines.answer import Answer
-from headrace.worker.engines.base import EngineFacts, EngineUsage, Resume
+from headrace.worker.engines.base import PROBE_PREFIX, EngineFacts, EngineUsage, MemoryUse, Resume
 from headrace.worker.engines.bodies import stops_to_cut
 from headrace.worker.engines.sim_memory import SimMemory
 from headrace.worker.engines.sim_script import Script, SimOptions, make_script
 from headrace.worker.engines.sim_text import SimText, num_prompt_tokens_of, prompt_text, sim_embedding
 
 __all__ = ["SimEngine", "SimOptions"]
+
+_PROCESS_BYTES: Final = 1 << 30
 
 
 class SimEngine:
@@ -25,17 +28,22 @@ class SimEngine:
     `num_failed` those that ended in an error, `kv_peak_tokens` and `num_running_peak` the most ever held at once. More
     requests than `max_concurrency`, or a prompt that does not fit, are `EngineBusyError`; a running request that
     outgrows the KV cache is an `EngineError`, so whoever admits too much is found out. Where it allocates as it goes
-    there is no such refusal: it dies.
+    there is no such refusal: it dies. Probes are in none of this, and cost nothing: `num_probes` counts them, and
+    the next `num_probes_to_fail` fail.
     """
 
     def __init__(self, model: str, options: SimOptions) -> None:
         self._model = model
-        self._options = options
+        self._told = self._options = options
+        self._num_starts = 0
+        self._started_at = 0.0
         self._is_started = False
         self._death = asyncio.Event()
         self._reason = ""
         self._sleepers: set[asyncio.Future[None]] = set()
         self.memory = SimMemory(options)
+        self.num_probes = 0
+        self.num_probes_to_fail = options.fail_probes
         self.num_calls = 0
         self.num_started = 0
         self.num_aborted = 0
@@ -65,6 +73,9 @@ class SimEngine:
     async def start(self) -> None:
         """Ready after `start_s`, alive again if it had died."""
         await asyncio.sleep(self._options.start_s)
+        self._num_starts += 1
+        self._options = self._told.in_run(self._num_starts)
+        self._started_at = asyncio.get_running_loop().time()
         self._death.clear()
         self.memory.clear()
         self._is_started = True
@@ -82,6 +93,12 @@ class SimEngine:
             memory_free_bytes=self.memory.free_bytes,
             memory_total_bytes=self._options.pool_bytes,
         )
+
+    async def memory_use(self) -> tuple[MemoryUse, ...]:
+        """What it has leaked since its start, beside what such a process has."""
+        self._check_alive()
+        leaked = self._options.leak_bytes_per_s * (asyncio.get_running_loop().time() - self._started_at)
+        return (MemoryUse(kind="memory", used_bytes=_PROCESS_BYTES + int(leaked)),)
 
     async def check_health(self) -> None:
         """Raises if it died or was not started; a hang goes unnoticed, as with real engines."""
@@ -113,6 +130,9 @@ class SimEngine:
         priority: int = 0,
     ) -> AsyncGenerator[EngineChunk, None]:
         """See `Engine.generate`."""
+        if request_id.startswith(PROBE_PREFIX):
+            yield await self._probed()
+            return
         self.num_calls += 1
         self._check_alive()
         num_prompt = num_prompt_tokens_of(request)
@@ -124,7 +144,7 @@ class SimEngine:
         held = _Held(self)
         try:
             held.set(request.n, num_prompt)
-            await self._wait(self._options.ttft_s)
+            await self._wait(self._options.ttft_s * self._options.slow_factor)
             if request.op == "embeddings":
                 yield self._embeddings(request, num_prompt)
             else:
@@ -178,7 +198,7 @@ class SimEngine:
             if shown is not None:
                 yield shown
             if options.tokens_per_second:
-                due = begun + (place - script.first) / options.tokens_per_second
+                due = begun + (place - script.first) / options.tokens_per_second * options.slow_factor
                 await self._wait(due - loop.time())
             else:
                 await self._wait(0)
@@ -187,6 +207,15 @@ class SimEngine:
         shown = answer.push(EngineChunk(choices=last))
         if shown is not None:
             yield shown
+
+    async def _probed(self) -> EngineChunk:
+        self.num_probes += 1
+        await self._wait(0)
+        if self.num_probes_to_fail:
+            self.num_probes_to_fail -= 1
+            raise EngineError("the simulated engine was told to fail its probes")
+        last = ChoiceDelta(text="a", num_tokens=1, finish_reason="length")
+        return EngineChunk(choices=(last,), usage=Usage(prompt_tokens=1, completion_tokens=1, total_tokens=2))
 
     def _admit(self, request: InferenceRequest, num_prompt: int) -> None:
         options = self._options

@@ -1,6 +1,7 @@
 """What the `sim` engine is told to do: its options, and the course of one request under them."""
 
 import re
+from random import Random
 from typing import Annotated, Final
 
 import msgspec
@@ -31,6 +32,10 @@ class SimOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     `fault_first` requests if that is given. A hang ends as one does over HTTP, with an error after `stall_s`. A prompt
     that has `<sim die_after=5>` (or another of the four) brings its own fault, `<sim tokens=50>` its natural length.
 
+    Sickness, of the first `sick_runs` starts if that is given: `slow_factor` times as long for everything, an error in
+    `error_rate` of its requests (drawn with the seed), a process that grows by `leak_bytes_per_s`. Probes are spared
+    all faults but those of `fail_probes`, so many from the first on.
+
     It reserves `kv_tokens` at its start, or with `pool_bytes` and `kv_bytes_per_token` allocates as it goes: no
     `kv_tokens`, and it dies of a token that the pool does not hold. With `keeps_memory` it gives none back when a
     request ends, but uses it for others.
@@ -59,6 +64,11 @@ class SimOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     hang_after: Count | None = None
     error_after: Count | None = None
     cut_after: Count | None = None
+    slow_factor: Annotated[float, msgspec.Meta(ge=1, le=1e6)] = 1.0
+    error_rate: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    leak_bytes_per_s: Count = 0
+    sick_runs: PositiveInt | None = None
+    fail_probes: Count = 0
 
     def __post_init__(self) -> None:
         """Rules between options. Raises ConfigError."""
@@ -66,6 +76,12 @@ class SimOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError("engine sim: options pool_bytes and kv_bytes_per_token: only both together")
         if self.pool_bytes is None and (self.memory_reserve_bytes is not None or self.keeps_memory):
             raise ConfigError("engine sim: options memory_reserve_bytes and keeps_memory: only with pool_bytes")
+
+    def in_run(self, number: int) -> "SimOptions":
+        """What holds of the `number`-th start, from 1: without sickness once that is over."""
+        if self.sick_runs is None or number <= self.sick_runs:
+            return self
+        return msgspec.structs.replace(self, slow_factor=1.0, error_rate=0.0, leak_bytes_per_s=0)
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +105,8 @@ def make_script(
     faults: dict[str, int] = {}
     if options.fault_first is None or ordinal < options.fault_first:
         faults = {key: count for key in _FAULTS if (count := getattr(options, key)) is not None}
+    if options.error_rate and Random(f"{options.seed}-{ordinal}").random() < options.error_rate:
+        faults["error_after"] = 0
     return Script(
         first=first,
         end=natural_end if is_natural else limit,

@@ -15,10 +15,13 @@ import msgspec
 from headrace.errors import ConfigError, EngineError, EngineStartError
 from headrace.worker.engines.base import EngineFacts
 from headrace.worker.engines.child import ServerChild, free_port
-from headrace.worker.engines.openai import OpenAIEngine, OpenAIOptions, no_capacity
+from headrace.worker.engines.openai import OpenAIEngine, OpenAIOptions
 from headrace.worker.engines.options import PositiveInt, Seconds
 from headrace.worker.engines.processes import Process, descendants, process_of
 from headrace.worker.engines.served import ServedEngine
+from headrace.worker.engines.vllm_args import flags_of, value_of, words_of
+from headrace.worker.engines.vllm_demand import demand_of
+from headrace.worker.engines.vllm_gpus import VllmGpus
 
 __all__ = ["VllmEngine", "VllmOptions", "serve_argv"]
 
@@ -43,6 +46,7 @@ class VllmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     others if need be (`taskset -c 0 /venv/bin/vllm`). `model_path` is the model's folder or name on its hub, if that is
     not the model's name here. `max_concurrency` becomes `--max-num-seqs`. `hang_s` is for how long the engine core
     may compute no step while it has work: more than the longest step, with a prompt read in it, can take.
+    `memory_check`: a start that cannot fit into its GPUs is refused before it is tried.
     """
 
     model_path: str | None = None
@@ -54,11 +58,12 @@ class VllmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     stall_s: Seconds = 30.0
     hang_s: Seconds = 20.0
     start_timeout_s: Seconds = 900.0
+    memory_check: bool = True
 
     def __post_init__(self) -> None:
         """Raises ConfigError for arguments that are ours to set, or that take away what is needed."""
-        flags = _flags(_words("args", self.args))
-        _words("command", self.command)
+        flags = flags_of(words_of("args", self.args))
+        words_of("command", self.command)
         for flag in flags:
             if flag in _OURS or flag.startswith("--ssl-"):
                 raise ConfigError(f"engine vllm: option args: {flag} is set by the worker")
@@ -70,10 +75,10 @@ class VllmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def serve_argv(model: str, options: VllmOptions, *, port: int) -> list[str]:
     """The command line: what the worker needs, then what the user says. Raises `EngineStartError` without vLLM."""
-    command = _words("command", options.command)
+    command = words_of("command", options.command)
     program = _found(command[0])
-    own = _words("args", options.args)
-    flags = _flags(own)
+    own = words_of("args", options.args)
+    flags = flags_of(own)
     argv = [program, *command[1:], "serve", options.model_path or model, "--served-model-name", model]
     argv += ["--host", "127.0.0.1", "--port", str(port)]
     if "--scheduling-policy" not in flags:
@@ -86,14 +91,25 @@ def serve_argv(model: str, options: VllmOptions, *, port: int) -> list[str]:
 class VllmEngine(ServedEngine):
     """A vLLM server that lives and dies with this process, its engine core too; its death is `wait_died`."""
 
-    def __init__(self, model: str, options: VllmOptions) -> None:
+    def __init__(
+        self, model: str, options: VllmOptions, *, worker: str = "worker", shared_folder: Path | None = None
+    ) -> None:
         super().__init__("vllm")
         self._model = model
         self._options = options
         self._core: list[Process] = []
+        self._gpus = VllmGpus(name=worker, shared_folder=shared_folder)
+
+    async def stop(self) -> None:
+        """End the child, generating or not, and leave its memory to others."""
+        try:
+            await super().stop()
+        finally:
+            self._gpus.release()
 
     async def check_health(self) -> None:
         """By the server's word, by whether it computes, and by whether all its processes are there and may run."""
+        self._gpus.keep()
         if self._child is not None:
             self._child.check_alive()
             if why := self._ended():
@@ -125,11 +141,13 @@ class VllmEngine(ServedEngine):
         return ""
 
     async def _launch(self) -> EngineFacts:
-        """Its block pool is the capacity."""
+        """Its block pool is the capacity. Refused where it does not fit into its GPUs."""
         options = self._options
         self._core = []
         port = free_port()
         served = serve_argv(self._model, options, port=port)
+        if options.memory_check:
+            await self._require_fit(served)
         log.info("starting %s", shlex.join(served))
         child = self._child = ServerChild(
             [sys.executable, "-P", "-m", _GUARD, *served],
@@ -147,7 +165,7 @@ class VllmEngine(ServedEngine):
                 served_model=self._model,
                 kv_tokens=options.kv_tokens,
                 max_concurrency=_max_num_seqs(served),
-                priority=_value_of("--scheduling-policy", served) == "priority",
+                priority=value_of("--scheduling-policy", served) == "priority",
                 connect_s=options.connect_s,
                 stall_s=options.stall_s,
                 hang_s=options.hang_s,
@@ -156,40 +174,26 @@ class VllmEngine(ServedEngine):
             name="vllm",
         )
         await child.until(attached.start(), timeout_s=options.start_timeout_s)
-        if attached.facts.kv_capacity_tokens is None:
-            raise EngineStartError(no_capacity(attached.facts.version))
+        if why := attached.lacking:
+            raise EngineStartError(why)
         below = await asyncio.to_thread(descendants, child.pid)
         self._core = [each for each in below if each.name.startswith(_CORE)]
+        self._gpus.settle()
         return attached.facts
 
-
-def _words(option: str, text: str) -> list[str]:
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(f"engine vllm: option {option}={text[:60]!r}: {error}") from None
-    if option == "command" and not words:
-        raise ConfigError("engine vllm: option command is empty")
-    return words
-
-
-def _flags(words: list[str]) -> set[str]:
-    """The flags among arguments, spelled with hyphens: vLLM takes underscores for them."""
-    return {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
-
-
-def _value_of(flag: str, argv: list[str]) -> str | None:
-    """The last value given for a flag, as `--flag value` or `--flag=value`."""
-    found = None
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
-        name, is_joined, value = word.partition("=")
-        if name.replace("_", "-") == flag and word.startswith("--"):
-            found = value if is_joined else following
-    return found
+    async def _require_fit(self, served: list[str]) -> None:
+        folder = Path(self._options.model_path or self._model)
+        demand = await asyncio.to_thread(demand_of, served, folder)
+        if demand is None:
+            log.info("whether vLLM fits into a GPU is not checked: its arguments do not say what it takes")
+            return
+        own = (word.partition("=") for word in words_of("command", self._options.command))
+        environ = {**os.environ, **{name: value for name, _, value in own if name.startswith("CUDA_")}}
+        await self._gpus.take(demand, environ)
 
 
 def _max_num_seqs(argv: list[str]) -> int:
-    value = _value_of("--max-num-seqs", argv) or ""
+    value = value_of("--max-num-seqs", argv) or ""
     if not value.isdigit() or not int(value):
         raise ConfigError(f"engine vllm: --max-num-seqs is {value[:60]!r}; a number from 1 is needed")
     return int(value)

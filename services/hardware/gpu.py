@@ -3,15 +3,15 @@
 import asyncio
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import msgspec
 
 from headrace.errors import EngineError, EngineStartError
-from headrace.worker.memory import Memory, read_host_memory
+from headrace.hardware.memory import Memory, read_host_memory
 
-__all__ = ["Gpu", "GpuProbe", "find_gpu", "list_gpus", "visible_gpus"]
+__all__ = ["Gpu", "GpuProbe", "find_gpu", "list_gpus", "process_memory", "visible_gpus"]
 
 _INTEGRATED: Final = re.compile(r"\b(GB10|Xavier|Orin|Thor|Tegra\w*|nvgpu)\b", re.IGNORECASE)
 """Names of GPUs that have no memory but the machine's: DGX Spark and Jetson. NVML has no other sign of it."""
@@ -130,6 +130,30 @@ def list_gpus(*, nvml: Any = None) -> list[Gpu]:
         return gpus
     except nvml.NVMLError as error:
         raise EngineStartError(f"the GPUs of this machine are not known: {error}") from None
+
+
+def process_memory(pids: Collection[int], *, nvml: Any = None) -> tuple[int, float] | None:
+    """Bytes that these processes have on all cards and instances together, and the least share that is free on one of
+    those; None where they have none, or the driver does not tell, as inside many containers.
+    """
+    try:
+        nvml = nvml if nvml is not None else _load("gpu")
+        nvml.nvmlInit()
+        cards = [card for card in _cards(nvml) if not isinstance(card, nvml.NVMLError)]
+        handles = [each for card in cards for each in (_instances(nvml, card) if _is_split(nvml, card) else [card])]
+        used_bytes, free_ratios = 0, []
+        for handle in handles:
+            running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            ours = [process.usedGpuMemory or 0 for process in running if process.pid in pids]
+            if sum(ours):
+                memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+                used_bytes += sum(ours)
+                free_ratios.append(memory.free / memory.total)
+    except EngineStartError:
+        return None
+    except nvml.NVMLError:
+        return None
+    return (used_bytes, min(free_ratios)) if free_ratios else None
 
 
 def _cards(nvml: Any) -> list[Any]:

@@ -1,0 +1,218 @@
+"""The instances bucket: leases of slots and beats of hosts by compare-and-set, and a view of it, kept current."""
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import AsyncIterator
+from typing import Any, Final, TypeVar
+
+import msgspec
+from nats.aio.msg import Msg
+
+from headrace.bus.connection import Bus, StoreResult
+from headrace.bus.following import following
+from headrace.bus.keyvalue import Bucket
+from headrace.errors import BrokerError
+from headrace.schemas.instances import (
+    FailedGeneration,
+    GroupName,
+    HostBeat,
+    ProvenGeneration,
+    Scale,
+    Slot,
+    SlotName,
+    failed_key,
+    group_of_failed_key,
+    group_of_proven_key,
+    host_key,
+    host_of_key,
+    proven_key,
+)
+
+__all__ = ["InstancesBucket", "InstancesView"]
+
+log = logging.getLogger(__name__)
+
+_LOOK_AGAIN_S: Final = 0.5
+_GATHER_S: Final = 0.02
+"""How long a push waits for others, and for the broker to have stored what it told of, before the bucket is read."""
+_REMOVED_TTL_S: Final = 60
+
+_T = TypeVar("_T")
+
+
+class InstancesBucket:
+    """Reads and writes its keys. Reads raise BrokerError; writes say what became of them."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bucket = Bucket(bus, bus.names.instances_bucket)
+
+    async def slot(self, name: SlotName) -> tuple[int, Slot | None]:
+        """The lease of a slot as it stands, with the revision that the next write must expect."""
+        return await self._read(name.key, Slot)
+
+    async def put_slot(
+        self, name: SlotName, slot: Slot, *, expected_revision: int, ttl_s: float, timeout_s: float | None = None
+    ) -> StoreResult:
+        """Take or renew a lease, if its revision is still that; it expires after `ttl_s`, in whole seconds."""
+        return await self._put(name.key, slot, expected_revision, ttl_s=ttl_s, timeout_s=timeout_s)
+
+    async def remove_slot(self, name: SlotName, *, expected_revision: int) -> StoreResult:
+        """Give a lease back, if its revision is still that."""
+        return await self._bucket.remove(name.key, expected_revision=expected_revision, ttl_s=_REMOVED_TTL_S)
+
+    async def host(self, host: str) -> tuple[int, HostBeat | None]:
+        """The beat of a host as it stands, with the revision that the next write must expect."""
+        return await self._read(host_key(host), HostBeat)
+
+    async def put_host(
+        self, beat: HostBeat, *, expected_revision: int, ttl_s: float, timeout_s: float | None = None
+    ) -> StoreResult:
+        """Write a host's beat, if its revision is still that; it expires after `ttl_s`, in whole seconds."""
+        return await self._put(host_key(beat.host), beat, expected_revision, ttl_s=ttl_s, timeout_s=timeout_s)
+
+    async def remove_host(self, host: str, *, expected_revision: int) -> StoreResult:
+        """Take a host's beat away, if its revision is still that."""
+        return await self._bucket.remove(host_key(host), expected_revision=expected_revision, ttl_s=_REMOVED_TTL_S)
+
+    async def mark_failed(self, group: GroupName, generation: str, failed: FailedGeneration) -> None:
+        """Stop a generation, unless it is stopped already. Who sees no sign of it does it again. Raises BrokerError."""
+        key = failed_key(group, generation)
+        revision, known = await self._read(key, FailedGeneration)
+        if known is None:
+            await self._put(key, failed, revision)
+
+    async def forget_failed(self, group: GroupName, generation: str) -> None:
+        """Let a stopped generation be tried again, the next time that it is configured. Raises BrokerError."""
+        key = failed_key(group, generation)
+        revision, known = await self._read(key, FailedGeneration)
+        if known is not None:
+            await self._bucket.remove(key, expected_revision=revision, ttl_s=_REMOVED_TTL_S)
+
+    async def mark_proven(self, group: GroupName, generation: str) -> None:
+        """Say that a worker of this generation came up. Who sees no sign of it does it again. Raises BrokerError."""
+        revision, known = await self._read(proven_key(group), ProvenGeneration)
+        if known is None or known.generation != generation:
+            await self._put(proven_key(group), ProvenGeneration(generation=generation), revision)
+
+    async def _read(self, key: str, kind: type[_T]) -> tuple[int, _T | None]:
+        found = await self._bucket.get(key)
+        if found is None:
+            return 0, None
+        return found.revision, _decoded(key, found.value, kind)
+
+    async def _put(
+        self,
+        key: str,
+        value: Any,
+        expected_revision: int,
+        *,
+        ttl_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> StoreResult:
+        return await self._bucket.put(
+            key,
+            msgspec.json.encode(value),
+            expected_revision=expected_revision,
+            ttl_s=None if ttl_s is None else max(1, math.ceil(ttl_s)),
+            timeout_s=timeout_s,
+        )
+
+
+class InstancesView:
+    """All of the bucket, kept current: pushed by the broker, and asked for twice a second in case a push was lost.
+
+    `changed` is set at each change of what a key says; its one reader clears it. `is_fresh` says that the last reading
+    succeeded. What cannot be decoded is left out.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self._bucket = Bucket(bus, bus.names.instances_bucket)
+        self._bus = bus
+        self._revision = 0
+        self._values: dict[str, bytes] = {}
+        self._pushed = asyncio.Event()
+        self.slots: dict[SlotName, Slot] = {}
+        self.hosts: dict[str, HostBeat] = {}
+        self.scales: dict[GroupName, Scale] = {}
+        self.failed: dict[tuple[GroupName, str], FailedGeneration] = {}
+        self.proven: dict[GroupName, str] = {}
+        self.changed = asyncio.Event()
+        self.is_fresh = False
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Follow the bucket inside this context. Raises BrokerError where the first reading fails."""
+        await self._read()
+        keys = f"{self._bucket.prefix}>"
+        self._pushed.set()  # what was written between that reading and the subscription is looked for at once
+        async with following(self._bus, keys, on_push=self._on_push, look_for_ever=self._read_for_ever):
+            yield
+
+    async def _on_push(self, message: Msg) -> None:
+        # The broker has not yet judged its compare-and-set, so it only says: look now. A mere renewal says nothing.
+        if self._values.get(message.subject.removeprefix(self._bucket.prefix)) != message.data:
+            self._pushed.set()
+
+    async def _read_for_ever(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_AGAIN_S):
+                    await self._pushed.wait()
+                await asyncio.sleep(_GATHER_S)
+            self._pushed.clear()
+            try:
+                await self._read()
+            except BrokerError as error:
+                self.is_fresh = False
+                log.warning("cannot read who runs what: %s", error)
+
+    async def _read(self) -> None:
+        newest = await self._bucket.last_revision()
+        if newest < self._revision:  # the bucket was made anew
+            self._revision = 0
+            for key in list(self._values):
+                self._take(key, None)
+        if newest > self._revision:
+            async for change in self._bucket.changes(after=self._revision):
+                self._take(change.key, change.value)
+                self._revision = max(self._revision, change.revision)
+        self.is_fresh = True
+
+    def _take(self, key: str, value: bytes | None) -> None:
+        if self._values.get(key) == value:
+            return
+        self.changed.set()
+        if value is None:
+            del self._values[key]
+        else:
+            self._values[key] = value
+        if (name := SlotName.of_key(key)) is not None:
+            _set(self.slots, name, _decoded(key, value, Slot))
+        elif (host := host_of_key(key)) is not None:
+            _set(self.hosts, host, _decoded(key, value, HostBeat))
+        elif (scaled := GroupName.of_scale_key(key)) is not None:
+            _set(self.scales, scaled, _decoded(key, value, Scale))
+        elif (stopped := group_of_failed_key(key)) is not None:
+            _set(self.failed, stopped, _decoded(key, value, FailedGeneration))
+        elif (group := group_of_proven_key(key)) is not None:
+            proven = _decoded(key, value, ProvenGeneration)
+            _set(self.proven, group, proven.generation if proven is not None else None)
+
+
+def _set(values: dict[Any, Any], key: Any, value: Any) -> None:
+    if value is None:
+        values.pop(key, None)
+    else:
+        values[key] = value
+
+
+def _decoded(key: str, value: bytes | None, kind: type[_T]) -> _T | None:
+    if value is None:
+        return None
+    try:
+        return msgspec.json.decode(value, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        log.warning("%s is not what it should be, and is left out: %s", key, error)
+        return None

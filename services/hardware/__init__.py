@@ -1,0 +1,1 @@
+"""What this machine has to compute with: its memory, and that of its GPUs."""
