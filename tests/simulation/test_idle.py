@@ -129,7 +129,7 @@ _GUARD = "headrace.monitor.guard.Guard"
         pytest.param({f"{_PULLER}._RESYNC_S": 1.0}, "faults", "IDLE", id="a worker hardly looks around"),
         pytest.param({f"{_PULLER}._AFTER_ERROR_S": 1.5}, "faults", "IDLE", id="deaf after an error"),
         pytest.param(
-            {f"{_PULLER}._LEFT_TO_ANOTHER_S": 0.8, f"{_PULLER}._MOST_LEFT_S": 0.8},
+            {f"{_PULLER}._LEFT_TO_ANOTHER_S": 2.0, f"{_PULLER}._MOST_LEFT_S": 2.0},
             "calm",
             "IDLE",
             id="a queue is left for long",
