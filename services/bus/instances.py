@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -38,6 +39,8 @@ _LOOK_AGAIN_S: Final = 0.5
 _GATHER_S: Final = 0.02
 """How long a push waits for others, and for the broker to have stored what it told of, before the bucket is read."""
 _REMOVED_TTL_S: Final = 60
+_WHOLE_EVERY_S: Final = 20.0
+"""How often all of it is read, not only what is new: what tells that a key is gone is gone itself after a minute."""
 
 _T = TypeVar("_T")
 
@@ -124,13 +127,15 @@ class InstancesView:
     """All of the bucket, kept current: pushed by the broker, and asked for twice a second in case a push was lost.
 
     `changed` is set at each change of what a key says; its one reader clears it. `is_fresh` says that the last reading
-    succeeded. What cannot be decoded is left out.
+    succeeded. What cannot be decoded is left out. However long it could not be read, no key stays that is not there.
     """
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._bucket = Bucket(bus, bus.names.instances_bucket)
         self._bus = bus
+        self._clock = clock
         self._revision = 0
+        self._whole_at = -math.inf
         self._values: dict[str, bytes] = {}
         self._pushed = asyncio.Event()
         self.slots: dict[SlotName, Slot] = {}
@@ -165,20 +170,37 @@ class InstancesView:
             try:
                 await self._read()
             except BrokerError as error:
+                if self.is_fresh:
+                    log.warning("cannot read who runs what: %s", error)
                 self.is_fresh = False
-                log.warning("cannot read who runs what: %s", error)
+                self._whole_at = -math.inf
 
     async def _read(self) -> None:
+        now = self._clock()
         newest = await self._bucket.last_revision()
-        if newest < self._revision:  # the bucket was made anew
-            self._revision = 0
-            for key in list(self._values):
-                self._take(key, None)
-        if newest > self._revision:
+        if newest < self._revision or now - self._whole_at >= _WHOLE_EVERY_S:  # or the bucket was made anew
+            await self._read_whole(newest)
+            self._whole_at = now
+        elif newest > self._revision:
             async for change in self._bucket.changes(after=self._revision):
                 self._take(change.key, change.value)
                 self._revision = max(self._revision, change.revision)
         self.is_fresh = True
+
+    async def _read_whole(self, newest: int) -> None:
+        found: dict[str, bytes | None] = {}
+        revision = 0
+        if newest:
+            async for change in self._bucket.changes(after=0):  # a key that is written meanwhile comes again
+                found[change.key] = change.value
+                revision = max(revision, change.revision)
+        if revision < self._revision <= newest:  # who answered is behind: that knows nothing of what is gone
+            return
+        for key in self._values.keys() - found.keys():
+            self._take(key, None)
+        for key, value in found.items():
+            self._take(key, value)
+        self._revision = revision
 
     def _take(self, key: str, value: bytes | None) -> None:
         if self._values.get(key) == value:
