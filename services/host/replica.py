@@ -23,6 +23,8 @@ _HEALTHY_AFTER_S: Final = 10.0
 """A worker that was ready for so long fails for a new reason: failures are counted anew."""
 _UNWELL_S: Final = 30.0
 """How long a worker that was ready may be without its engine, or without a heartbeat, before it is started anew."""
+_SILENT_S: Final = 60.0
+"""How long one that is coming up may say nothing: it registers before it starts its engine, and beats all along."""
 _MAX_REASON_CHARS: Final = 500
 
 
@@ -63,6 +65,7 @@ class Replica:
         self._pause_until = 0.0
         self._ready_at: float | None = None
         self._unwell_since: float | None = None
+        self._heard_at = 0.0
 
     @property
     def device(self) -> str:
@@ -106,6 +109,7 @@ class Replica:
         self._stopping.clear()
         self.ended.clear()
         self._ready_at = self._unwell_since = None
+        self._heard_at = self._clock()
         self._set("Starting", self.reason)
         group.create_task(self._run(), name=f"worker {worker}")
 
@@ -119,6 +123,8 @@ class Replica:
         if self.ended.is_set() or self._stopping.is_set():
             return
         now = self._clock()
+        if beat is not None or not is_fresh:
+            self._heard_at = now
         if beat is not None and beat.state in ("Ready", "Busy"):
             self._unwell_since = None
             self._ready_at = self._ready_at if self._ready_at is not None else now
@@ -131,6 +137,9 @@ class Replica:
         elif beat is not None and beat.state == "Draining":
             self._set("Starting", beat.reason or "it was told to drain")
         elif beat is None and is_fresh and self._ready_at is not None:
+            self._note_unwell(now)
+        elif now - self._heard_at > _SILENT_S:
+            self._set("Failed", f"it said nothing for {_SILENT_S:g} s")
             self._note_unwell(now)
 
     def _note_unwell(self, now: float) -> None:

@@ -24,9 +24,7 @@ def _async(holds: Callable[[], bool]) -> Callable[[], Awaitable[bool]]:
 async def test_a_key_whose_end_nobody_can_tell_any_more_goes_too(bus: Bus) -> None:
     bucket = InstancesBucket(bus)
     for name in SLOTS[:2]:
-        assert isinstance(
-            await bucket.put_slot(name, Slot(host="a", epoch="1"), expected_revision=0, ttl_s=60), Stored
-        )
+        assert isinstance(await bucket.put_slot(name, Slot(host="a", epoch="1"), expected_revision=0, ttl_s=60), Stored)
     now = 0.0
     view = InstancesView(bus, clock=lambda: now)
     async with view.running(), asyncio.timeout(30):

@@ -79,6 +79,13 @@ def test_the_agents_own_flags_come_last() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("word", ["--nats-url=nats://elsewhere:1", "--nats-url", "--prefix=q", "--state-dir"])
+def test_no_worker_is_led_to_another_broker_with_our_credential(word: str) -> None:
+    group = ReplicaGroup(engine="sim", args=(word, "nats://elsewhere:1"))
+    with pytest.raises(ValueError, match=word.partition("=")[0]):
+        command_of(Order(worker="h-1-1", model="m", group=group, device="GPU-a"), log_format="json")
+
+
 @pytest.mark.parametrize(("uses", "visible"), [("gpu", "GPU-a"), ("host", "")])
 def test_a_worker_sees_its_gpu_alone_and_this_deployment(uses: str, visible: str) -> None:
     settings = Settings(prefix="p.v1", state_dir="s", nats_credentials="c")

@@ -199,3 +199,23 @@ async def test_what_cannot_be_started_fails_like_what_does_not_come_up(error: Ex
         scene.replica.start("w", group)
         await scene.replica.ended.wait()
     assert (scene.replica.reason, scene.replica.failures) == (f"it cannot be started: {error}", 1)
+
+
+async def test_one_that_is_coming_up_and_says_nothing_is_started_anew() -> None:
+    scene = Scene()
+    async with asyncio.TaskGroup() as group:
+        child = await scene.start(group)
+        scene.now += 50
+        scene.hear("Starting")
+        for _ in range(3):
+            scene.now += 50
+            scene.replica.look(None, is_fresh=False)
+        scene.now += 59
+        scene.hear(None)
+        assert scene.replica.state == "Starting"
+        scene.now += 2
+        scene.hear(None)
+        await scene.replica.ended.wait()
+    assert child.is_stopped
+    assert (scene.replica.state, scene.replica.failures) == ("Failed", 1)
+    assert scene.replica.reason == "it said nothing for 60 s"
