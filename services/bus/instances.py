@@ -5,7 +5,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -13,6 +13,7 @@ from nats.aio.msg import Msg
 
 from headrace.bus.connection import Bus, StoreResult
 from headrace.bus.following import following
+from headrace.bus.instancelist import Snapshot, decoded
 from headrace.bus.keyvalue import Bucket
 from headrace.errors import BrokerError
 from headrace.schemas.instances import (
@@ -24,10 +25,7 @@ from headrace.schemas.instances import (
     Slot,
     SlotName,
     failed_key,
-    group_of_failed_key,
-    group_of_proven_key,
     host_key,
-    host_of_key,
     proven_key,
 )
 
@@ -103,7 +101,7 @@ class InstancesBucket:
         found = await self._bucket.get(key)
         if found is None:
             return 0, None
-        return found.revision, _decoded(key, found.value, kind)
+        return found.revision, decoded(key, found.value, kind)
 
     async def _put(
         self,
@@ -138,13 +136,34 @@ class InstancesView:
         self._whole_at = -math.inf
         self._values: dict[str, bytes] = {}
         self._pushed = asyncio.Event()
-        self.slots: dict[SlotName, Slot] = {}
-        self.hosts: dict[str, HostBeat] = {}
-        self.scales: dict[GroupName, Scale] = {}
-        self.failed: dict[tuple[GroupName, str], FailedGeneration] = {}
-        self.proven: dict[GroupName, str] = {}
+        self._known = Snapshot()
         self.changed = asyncio.Event()
         self.is_fresh = False
+
+    @property
+    def slots(self) -> Mapping[SlotName, Slot]:
+        """Leases."""
+        return self._known.slots
+
+    @property
+    def hosts(self) -> Mapping[str, HostBeat]:
+        """Beats of hosts, by their names."""
+        return self._known.hosts
+
+    @property
+    def scales(self) -> Mapping[GroupName, Scale]:
+        """What the autoscaler decided."""
+        return self._known.scales
+
+    @property
+    def failed(self) -> Mapping[tuple[GroupName, str], FailedGeneration]:
+        """Generations that nobody starts."""
+        return self._known.failed
+
+    @property
+    def proven(self) -> Mapping[GroupName, str]:
+        """The generation of each group that came up last."""
+        return {group: each.generation for group, each in self._known.proven.items()}
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -210,31 +229,4 @@ class InstancesView:
             del self._values[key]
         else:
             self._values[key] = value
-        if (name := SlotName.of_key(key)) is not None:
-            _set(self.slots, name, _decoded(key, value, Slot))
-        elif (host := host_of_key(key)) is not None:
-            _set(self.hosts, host, _decoded(key, value, HostBeat))
-        elif (scaled := GroupName.of_scale_key(key)) is not None:
-            _set(self.scales, scaled, _decoded(key, value, Scale))
-        elif (stopped := group_of_failed_key(key)) is not None:
-            _set(self.failed, stopped, _decoded(key, value, FailedGeneration))
-        elif (group := group_of_proven_key(key)) is not None:
-            proven = _decoded(key, value, ProvenGeneration)
-            _set(self.proven, group, proven.generation if proven is not None else None)
-
-
-def _set(values: dict[Any, Any], key: Any, value: Any) -> None:
-    if value is None:
-        values.pop(key, None)
-    else:
-        values[key] = value
-
-
-def _decoded(key: str, value: bytes | None, kind: type[_T]) -> _T | None:
-    if value is None:
-        return None
-    try:
-        return msgspec.json.decode(value, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
-        log.warning("%s is not what it should be, and is left out: %s", key, error)
-        return None
+        self._known.take(key, value)

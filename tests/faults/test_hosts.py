@@ -99,7 +99,9 @@ async def test_an_agent_that_stood_still_for_longer_than_its_leases_live_gives_w
             assert old in ground.beating(), "its worker did not stand still"
         finally:
             first.send_signal(signal.SIGCONT)
-        await until_slots(ground.view, lambda view: len(ground.beating()) == 1 and set(view.hosts) == {"first", "second"})
+        await until_slots(
+            ground.view, lambda view: len(ground.beating()) == 1 and set(view.hosts) == {"first", "second"}
+        )
         await until_renewed(ground.bus, "first", 3)
         assert old not in ground.beating()
         assert [slot.host for slot in ready(ground.view)] == ["second"]
