@@ -20,6 +20,7 @@ from headrace.discipline.scaling import GroupLoad, decide
 from headrace.errors import BrokerError, NotProvisionedError
 from headrace.monitor.groupload import group_load
 from headrace.monitor.quiet import Quiet
+from headrace.schemas.config_text import key_of
 from headrace.schemas.instances import GroupName, Scale
 from headrace.schemas.replicas import Autoscale, ReplicaGroup
 
@@ -132,9 +133,10 @@ class Autoscaler:
             self._troubled.discard(model)
 
     async def _tidy(self, known: Mapping[GroupName, KnownScale], scaled: Mapping[GroupName, Autoscale]) -> None:
-        """Remove the decisions on groups that are no longer scaled."""
+        """Remove the decisions on groups that are no longer scaled, as far as the entries of their models can be read."""
         for name, each in known.items():
-            is_left_over = name not in scaled and each.scale is not None
+            is_known = key_of("models", name.model) not in self._config.unreadable
+            is_left_over = is_known and name not in scaled and each.scale is not None
             if is_left_over and await self._scales.remove(name, expected_revision=each.revision):
                 log.info("model %s, pool %s: its number of replicas no longer follows the load", *_of(name))
         self._is_tidied = True

@@ -17,7 +17,7 @@ from headrace.discipline.replicas import wanted_replicas
 from headrace.errors import BrokerUnavailableError
 from headrace.schemas.config import ModelConfig
 from headrace.schemas.config_text import encode_entry, key_of
-from headrace.schemas.instances import GroupName
+from headrace.schemas.instances import GroupName, Scale
 from headrace.schemas.replicas import Autoscale, ReplicaGroup
 from headrace.schemas.workers import Heartbeat
 from tests.deployment import MODEL, Deployment, Part, deployment, sim, until
@@ -139,3 +139,19 @@ async def test_what_is_wrong_with_one_model_keeps_no_other_from_its_replicas(
         async with hosting(running), asyncio.timeout(60):
             assert (await running.client.complete(model=MODEL, prompt="r", max_tokens=1)).usage is not None
         await monitor.stop()
+
+
+async def test_a_decision_on_a_model_whose_entry_cannot_be_read_stays(broker_url: str, prefix: str) -> None:
+    async with deployment(broker_url, prefix, worker_ttl_s=1.0, heartbeat_s=0.2) as running, asyncio.timeout(60):
+        scales, bucket = Scales(running.bus), Bucket(running.bus, running.bus.names.config_bucket)
+        newer = b'{"instances": [{"engine": "sim", "of_a_later_version": 1}]}'
+        assert isinstance(await bucket.put(key_of("models", "newer"), newer, expected_revision=0), Stored)
+        for model in ("newer", "removed"):
+            assert await scales.write(GroupName(model, "default"), Scale(replicas=3), expected_revision=0)
+        await running.monitor()
+
+        async def is_tidied() -> bool:
+            return (await scales.read())[GroupName("removed", "default")].scale is None
+
+        await until(is_tidied)
+        assert (await scales.read())[GroupName("newer", "default")].scale == Scale(replicas=3)
