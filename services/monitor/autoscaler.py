@@ -133,7 +133,7 @@ class Autoscaler:
             self._troubled.discard(model)
 
     async def _tidy(self, known: Mapping[GroupName, KnownScale], scaled: Mapping[GroupName, Autoscale]) -> None:
-        """Remove the decisions on groups that are no longer scaled, as far as the entries of their models can be read."""
+        """Remove the decisions on groups that are scaled no more, as far as the entries of their models can be read."""
         for name, each in known.items():
             is_known = key_of("models", name.model) not in self._config.unreadable
             is_left_over = is_known and name not in scaled and each.scale is not None
