@@ -147,8 +147,9 @@ class WorkersView:
             try:
                 await self._relist()
             except BrokerUnavailableError as error:
+                if self.is_fresh:
+                    log.warning("cannot list workers: %s", error)
                 self.is_fresh = False
-                log.warning("cannot list workers: %s", error)
 
     async def _relist(self) -> None:
         before = set(self.workers)  # whoever is pushed meanwhile may be missing from the listing

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -12,6 +13,7 @@ from nats.aio.msg import Msg
 
 from headrace.bus.connection import Bus, StoreResult
 from headrace.bus.following import following
+from headrace.bus.instancelist import Snapshot, decoded
 from headrace.bus.keyvalue import Bucket
 from headrace.errors import BrokerError
 from headrace.schemas.instances import (
@@ -23,10 +25,7 @@ from headrace.schemas.instances import (
     Slot,
     SlotName,
     failed_key,
-    group_of_failed_key,
-    group_of_proven_key,
     host_key,
-    host_of_key,
     proven_key,
 )
 
@@ -38,6 +37,8 @@ _LOOK_AGAIN_S: Final = 0.5
 _GATHER_S: Final = 0.02
 """How long a push waits for others, and for the broker to have stored what it told of, before the bucket is read."""
 _REMOVED_TTL_S: Final = 60
+_WHOLE_EVERY_S: Final = 20.0
+"""How often all of it is read, not only what is new: what tells that a key is gone is gone itself after a minute."""
 
 _T = TypeVar("_T")
 
@@ -100,7 +101,7 @@ class InstancesBucket:
         found = await self._bucket.get(key)
         if found is None:
             return 0, None
-        return found.revision, _decoded(key, found.value, kind)
+        return found.revision, decoded(key, found.value, kind)
 
     async def _put(
         self,
@@ -124,22 +125,45 @@ class InstancesView:
     """All of the bucket, kept current: pushed by the broker, and asked for twice a second in case a push was lost.
 
     `changed` is set at each change of what a key says; its one reader clears it. `is_fresh` says that the last reading
-    succeeded. What cannot be decoded is left out.
+    succeeded. What cannot be decoded is left out. However long it could not be read, no key stays that is not there.
     """
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._bucket = Bucket(bus, bus.names.instances_bucket)
         self._bus = bus
+        self._clock = clock
         self._revision = 0
+        self._whole_at = -math.inf
         self._values: dict[str, bytes] = {}
         self._pushed = asyncio.Event()
-        self.slots: dict[SlotName, Slot] = {}
-        self.hosts: dict[str, HostBeat] = {}
-        self.scales: dict[GroupName, Scale] = {}
-        self.failed: dict[tuple[GroupName, str], FailedGeneration] = {}
-        self.proven: dict[GroupName, str] = {}
+        self._known = Snapshot()
         self.changed = asyncio.Event()
         self.is_fresh = False
+
+    @property
+    def slots(self) -> Mapping[SlotName, Slot]:
+        """Leases."""
+        return self._known.slots
+
+    @property
+    def hosts(self) -> Mapping[str, HostBeat]:
+        """Beats of hosts, by their names."""
+        return self._known.hosts
+
+    @property
+    def scales(self) -> Mapping[GroupName, Scale]:
+        """What the autoscaler decided."""
+        return self._known.scales
+
+    @property
+    def failed(self) -> Mapping[tuple[GroupName, str], FailedGeneration]:
+        """Generations that nobody starts."""
+        return self._known.failed
+
+    @property
+    def proven(self) -> Mapping[GroupName, str]:
+        """The generation of each group that came up last."""
+        return {group: each.generation for group, each in self._known.proven.items()}
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -165,20 +189,37 @@ class InstancesView:
             try:
                 await self._read()
             except BrokerError as error:
+                if self.is_fresh:
+                    log.warning("cannot read who runs what: %s", error)
                 self.is_fresh = False
-                log.warning("cannot read who runs what: %s", error)
+                self._whole_at = -math.inf
 
     async def _read(self) -> None:
+        now = self._clock()
         newest = await self._bucket.last_revision()
-        if newest < self._revision:  # the bucket was made anew
-            self._revision = 0
-            for key in list(self._values):
-                self._take(key, None)
-        if newest > self._revision:
+        if newest < self._revision or now - self._whole_at >= _WHOLE_EVERY_S:  # or the bucket was made anew
+            await self._read_whole(newest)
+            self._whole_at = now
+        elif newest > self._revision:
             async for change in self._bucket.changes(after=self._revision):
                 self._take(change.key, change.value)
                 self._revision = max(self._revision, change.revision)
         self.is_fresh = True
+
+    async def _read_whole(self, newest: int) -> None:
+        found: dict[str, bytes | None] = {}
+        revision = 0
+        if newest:
+            async for change in self._bucket.changes(after=0):  # a key that is written meanwhile comes again
+                found[change.key] = change.value
+                revision = max(revision, change.revision)
+        if revision < self._revision <= newest:  # who answered is behind: that knows nothing of what is gone
+            return
+        for key in self._values.keys() - found.keys():
+            self._take(key, None)
+        for key, value in found.items():
+            self._take(key, value)
+        self._revision = revision
 
     def _take(self, key: str, value: bytes | None) -> None:
         if self._values.get(key) == value:
@@ -188,31 +229,4 @@ class InstancesView:
             del self._values[key]
         else:
             self._values[key] = value
-        if (name := SlotName.of_key(key)) is not None:
-            _set(self.slots, name, _decoded(key, value, Slot))
-        elif (host := host_of_key(key)) is not None:
-            _set(self.hosts, host, _decoded(key, value, HostBeat))
-        elif (scaled := GroupName.of_scale_key(key)) is not None:
-            _set(self.scales, scaled, _decoded(key, value, Scale))
-        elif (stopped := group_of_failed_key(key)) is not None:
-            _set(self.failed, stopped, _decoded(key, value, FailedGeneration))
-        elif (group := group_of_proven_key(key)) is not None:
-            proven = _decoded(key, value, ProvenGeneration)
-            _set(self.proven, group, proven.generation if proven is not None else None)
-
-
-def _set(values: dict[Any, Any], key: Any, value: Any) -> None:
-    if value is None:
-        values.pop(key, None)
-    else:
-        values[key] = value
-
-
-def _decoded(key: str, value: bytes | None, kind: type[_T]) -> _T | None:
-    if value is None:
-        return None
-    try:
-        return msgspec.json.decode(value, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
-        log.warning("%s is not what it should be, and is left out: %s", key, error)
-        return None
+        self._known.take(key, value)

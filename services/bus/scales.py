@@ -65,5 +65,5 @@ def _is_stored(result: StoreResult, group: GroupName) -> bool:
 def _decoded(value: bytes | None) -> Scale | None:
     try:
         return msgspec.json.decode(value, type=Scale) if value else None
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None

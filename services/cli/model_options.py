@@ -26,6 +26,9 @@ _SET_BY_AGENT: Final = {
     "pool": "--pool",
     "worker_id": "--worker-id",
     "log_format": "--log-format",
+    "nats_url": "--nats-url",
+    "prefix": "--prefix",
+    "state_dir": "--state-dir",
 }
 """Flags of a worker that stand in its group, or are its host agent's own."""
 
@@ -91,6 +94,9 @@ _INSTEAD: Final = {
     "pool": "it is the option --pool of this command",
     "worker_id": "the host agent gives each worker its own",
     "log_format": "the host agent sets it",
+    "nats_url": "workers use their host agent's broker",
+    "prefix": "workers are of their host agent's deployment",
+    "state_dir": "workers use their host agent's",
 }
 
 

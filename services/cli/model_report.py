@@ -1,5 +1,6 @@
 """What a change of a model's workers was, and what follows from it, in words."""
 
+import re
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ __all__ = ["Changed", "changed", "consequences", "differences", "print_changes"]
 
 _NAMES: Final = {"memory_mib": "memory", "target_wait_s": "target-wait", "idle_s": "idle"}
 _NONE: Final = "-"
+_SECRET: Final = re.compile(r"((?:api[-_]?key|token|password|secret)[= ]+)[^\s'\"]+", re.IGNORECASE)
 
 
 class Changed(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,10 +103,16 @@ def print_changes(changes: Iterable[Changed], *, as_json: bool) -> None:
         done = "is declared" if change.before is None else "is changed"
         out.print(Text(f"model {safe(change.model)}, pool {change.pool}, {done}"), soft_wrap=True)
         for name, was, now in differences(change.before, change.after):
-            shown = f"{safe(was)} → {safe(now)}" if change.before is not None else safe(now)
+            old, new = (safe(_without_secrets(each)) for each in (was, now))
+            shown = f"{old} → {new}" if change.before is not None else new
             out.print(Text.assemble("    ", (f"{name} ", "dim"), shown), soft_wrap=True)
         for line in change.follows:
             out.print(Text(safe(line)), soft_wrap=True)
+
+
+def _without_secrets(text: str) -> str:
+    """For a screen, which others may see and logs may keep."""
+    return _SECRET.sub(r"\1…", text)
 
 
 def _workers(number: int) -> str:

@@ -139,7 +139,8 @@ def _failures(health: WorkerHealth, others: Sequence[WorkerHealth]) -> tuple[Ail
 
 def _failure_rate(health: WorkerHealth) -> float | None:
     num_answers = health.finished + health.failed
-    return health.failed / num_answers if num_answers >= MIN_ANSWERS else None
+    is_sound = num_answers >= MIN_ANSWERS and 0 <= health.failed <= num_answers
+    return health.failed / num_answers if is_sound else None
 
 
 def _slowness(

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import re
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -22,6 +21,7 @@ from headrace.bus.services import answering
 from headrace.errors import BrokerError, BrokerUnavailableError
 from headrace.host.launching import Launch
 from headrace.host.lease import Lease
+from headrace.host.naming import earlier_workers, worker_id
 from headrace.host.planning import Action, Claim, Drain, GiveUp, MarkFailed, Release, Sight, Start, plan
 from headrace.host.presence import Presence
 from headrace.host.replica import Replica
@@ -42,8 +42,6 @@ _FORGET_S: Final = 30.0
 """After that, a generation that failed and is configured no more may be tried again: all have seen the change."""
 _LEASE_BEATS: Final = 4
 _WATCH_SHARE: Final = 0.1
-_MAX_HOST_CHARS: Final = 40
-"""Of a host's name in the ids of its workers, which have 64."""
 
 
 class HostOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,13 +234,11 @@ class Agent:
 
     def _has_predecessors(self) -> bool:
         """Whether workers of an earlier run of this agent still drain here: their memory is not known, but taken."""
-        mine = f"{self._host[:_MAX_HOST_CHARS]}-{self._epoch}"
-        ours = re.compile(rf"({re.escape(self._host[:_MAX_HOST_CHARS])}-[0-9a-f]{{8}})-[0-9]+")
-        found = [worker for worker in self._workers.beats if (match := ours.fullmatch(worker)) and match[1] != mine]
+        found = earlier_workers(self._host, self._epoch, self._workers.beats)
         if bool(found) != self._is_waiting:
             self._is_waiting = bool(found)
             if found:
-                log.warning("taking nothing while workers of an earlier run drain here: %s", ", ".join(sorted(found)))
+                log.warning("taking nothing while workers of an earlier run drain here: %s", ", ".join(found))
         return bool(found)
 
     async def _do(self, action: Action, group: asyncio.TaskGroup) -> None:
@@ -253,7 +249,7 @@ class Agent:
         match action:
             case Start():
                 self._num_started += 1
-                worker = f"{self._host[:_MAX_HOST_CHARS]}-{self._epoch}-{self._num_started}"
+                worker = worker_id(self._host, self._epoch, self._num_started)
                 log.info("starting worker %s for %s on %s", worker, action.slot, replica.device)
                 replica.start(worker, group)
             case Drain(why=why):

@@ -20,6 +20,8 @@ _COMMAND: Final = (sys.executable, "-P", "-m", "headrace.cli")
 """This program again; -P, so that no folder of the current directory is taken for it."""
 _STOP_MARGIN_S: Final = 5.0
 """What a worker gets beyond its grace period to hand back and leave."""
+_OURS_ALONE: Final = frozenset({"--nats-url", "--prefix", "--state-dir"})
+"""With one of these a worker would show our credential to another broker, or work where we never hear of it."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +75,13 @@ def process_launcher(bus: Bus, *, log_format: str) -> Launch:
 
 
 def command_of(order: Order, *, log_format: str) -> list[str]:
-    """The command line. What the agent says comes last, and so before what the group's arguments say of the same."""
+    """The command line. What the agent says comes last, and so before what the group's arguments say of the same.
+
+    Raises ValueError for arguments that say whose worker it is.
+    """
+    for word in order.group.args:
+        if (flag := word.partition("=")[0]) in _OURS_ALONE:
+            raise ValueError(f"its args have {flag}, which the host agent alone decides")
     identity = [f"--model={order.model}", f"--pool={order.group.pool}", f"--worker-id={order.worker}"]
     return [
         *_COMMAND, "serve", "worker", *order.group.args,

@@ -150,9 +150,9 @@ def _next_of(sight: Sight, slots: Mapping[SlotName, Slot], name: SlotName, holdi
     if holding.has_child:
         return None
     if holding.failures >= MAX_FAILURES and _is_current(sight, name):
-        if sight.proven.get(name.group) != name.generation:
-            return MarkFailed(name, holding.reason, holding.failures)
-        return GiveUp(name, holding.reason)
+        if sight.proven.get(name.group) == name.generation or _may_come_up_elsewhere(sight, slots, name):
+            return GiveUp(name, holding.reason)
+        return MarkFailed(name, holding.reason, holding.failures)
     return Start(name) if holding.may_start else None
 
 
@@ -179,6 +179,17 @@ def _why_not(sight: Sight, slots: Mapping[SlotName, Slot], name: SlotName, holdi
 def _is_current(sight: Sight, name: SlotName) -> bool:
     group = sight.groups.get(name.group)
     return group is not None and group.generation == name.generation
+
+
+def _may_come_up_elsewhere(sight: Sight, slots: Mapping[SlotName, Slot], name: SlotName) -> bool:
+    """Whether another host has a worker of the same generation on its way: it may be this host that is to blame."""
+    return any(
+        other.generation == name.generation
+        and slot.host != sight.host
+        and slot.state in ("Claimed", "Starting", "Ready")
+        and not slot.failures
+        for other, slot in slots.items()
+    )
 
 
 def _ready(group: ReplicaGroup, wanted: int, slots: Mapping[SlotName, Slot]) -> list[SlotName]:

@@ -8,7 +8,7 @@ from typing import Final
 
 from headrace.host.launching import Child, Launch, Order
 from headrace.host.lease import Lease
-from headrace.host.planning import Claim, Holding
+from headrace.host.planning import MAX_FAILURES, Claim, Holding
 from headrace.metrics import REPLICA_FAILURES, model_label
 from headrace.schemas.instances import Slot, SlotName, SlotState
 from headrace.schemas.workers import Heartbeat
@@ -22,7 +22,12 @@ _MAX_PAUSE_S: Final = 10.0
 _HEALTHY_AFTER_S: Final = 10.0
 """A worker that was ready for so long fails for a new reason: failures are counted anew."""
 _UNWELL_S: Final = 30.0
-"""How long a worker that was ready may be without its engine, or without a heartbeat, before it is started anew."""
+"""How long a worker that was ready may be without a heartbeat before it is started anew.
+
+One whose engine failed, and is started again by the worker itself, has this and as long as its first start took.
+"""
+_SILENT_S: Final = 60.0
+"""How long one that is coming up may say nothing: it registers before it starts its engine, and beats all along."""
 _MAX_REASON_CHARS: Final = 500
 
 
@@ -62,7 +67,10 @@ class Replica:
         self._stopping = asyncio.Event()
         self._pause_until = 0.0
         self._ready_at: float | None = None
+        self._started_at = 0.0
+        self._start_s = 0.0
         self._unwell_since: float | None = None
+        self._heard_at = 0.0
 
     @property
     def device(self) -> str:
@@ -106,6 +114,8 @@ class Replica:
         self._stopping.clear()
         self.ended.clear()
         self._ready_at = self._unwell_since = None
+        self._started_at = self._heard_at = self._clock()
+        self._start_s = 0.0
         self._set("Starting", self.reason)
         group.create_task(self._run(), name=f"worker {worker}")
 
@@ -119,24 +129,34 @@ class Replica:
         if self.ended.is_set() or self._stopping.is_set():
             return
         now = self._clock()
+        if beat is not None or not is_fresh:
+            self._heard_at = now
         if beat is not None and beat.state in ("Ready", "Busy"):
             self._unwell_since = None
-            self._ready_at = self._ready_at if self._ready_at is not None else now
+            if self._ready_at is None:
+                self._ready_at, self._start_s = now, now - self._started_at
             if now - self._ready_at >= _HEALTHY_AFTER_S:
                 self.failures = 0
             self._set("Ready", "")
         elif beat is not None and beat.state == "Failed":
             self._set("Failed", beat.reason or "its engine failed")
-            self._note_unwell(now)
+            if beat.health is not None and beat.health.is_left_out:  # restarts here did not help
+                self.failures = MAX_FAILURES - 1
+                self._stopping.set()
+            else:
+                self._note_unwell(now, for_s=_UNWELL_S + self._start_s)
         elif beat is not None and beat.state == "Draining":
             self._set("Starting", beat.reason or "it was told to drain")
         elif beat is None and is_fresh and self._ready_at is not None:
-            self._note_unwell(now)
+            self._note_unwell(now, for_s=_UNWELL_S)
+        elif now - self._heard_at > _SILENT_S:
+            self._set("Failed", f"it said nothing for {_SILENT_S:g} s")
+            self._note_unwell(now, for_s=0.0)
 
-    def _note_unwell(self, now: float) -> None:
+    def _note_unwell(self, now: float, *, for_s: float) -> None:
         """Start it anew where it never was ready, or was unwell for too long."""
         self._unwell_since = self._unwell_since if self._unwell_since is not None else now
-        if self._ready_at is None or now - self._unwell_since > _UNWELL_S:
+        if self._ready_at is None or now - self._unwell_since > for_s:
             self._set("Failed", self.reason or "its heartbeat is gone")
             self._stopping.set()
 

@@ -20,6 +20,7 @@ from headrace.discipline.scaling import GroupLoad, decide
 from headrace.errors import BrokerError, NotProvisionedError
 from headrace.monitor.groupload import group_load
 from headrace.monitor.quiet import Quiet
+from headrace.schemas.config_text import key_of
 from headrace.schemas.instances import GroupName, Scale
 from headrace.schemas.replicas import Autoscale, ReplicaGroup
 
@@ -28,6 +29,9 @@ __all__ = ["Autoscaler"]
 log = logging.getLogger(__name__)
 
 _EVERY_S: Final = 1.0
+_MARGIN_S: Final = 1.0
+_MAX_AT_ONCE: Final = 8
+"""Models looked at together."""
 _QUIET_TTLS: Final = 2.0
 """Times to live of a worker in which it does nothing after a fault of its own or the broker's."""
 
@@ -48,6 +52,8 @@ class Autoscaler:
         span_s = _QUIET_TTLS * bus.settings.worker_ttl_s
         self._quiet = Quiet(span_s=span_s, every_s=_EVERY_S, now=time.monotonic())
         self._is_tidied = False
+        self._room = asyncio.Semaphore(_MAX_AT_ONCE)
+        self._troubled: set[str] = set()
         self.wanted: Mapping[GroupName, int] = {}
 
     async def run(self) -> None:
@@ -76,6 +82,7 @@ class Autoscaler:
             except BrokerError as error:
                 log.warning("the number of replicas stays as it is for now: %s", error)
                 self._quiet.begin(time.monotonic())
+            self._quiet.note_asked(time.monotonic())
 
     async def _look(self) -> None:
         groups = {
@@ -88,18 +95,48 @@ class Autoscaler:
         await self._tidy(known, scaled)
         scales = {name: each.scale for name, each in known.items() if name in scaled}
         self.wanted = {name: wanted_replicas(group, scales.get(name)) for name, group in groups.items()}
-        for model in sorted({name.model for name in scaled}):
-            if self._config.config.model(model).paused:
-                continue  # nothing starts whatever there is, so nothing follows from what waits
-            messages = await self._messages(model)
-            for name, bounds in scaled.items():
-                if name.model == model:
+        # Of a paused model nothing starts whatever there is, so nothing follows from what waits.
+        models = {name.model for name in scaled if not self._config.config.model(name.model).paused}
+        self._troubled &= models
+        async with asyncio.TaskGroup() as looks:
+            for model in models:
+                of_model = {name: bounds for name, bounds in scaled.items() if name.model == model}
+                looks.create_task(self._look_at(model, groups, of_model, known), name=f"load of {model}")
+
+    async def _look_at(
+        self,
+        model: str,
+        groups: Mapping[GroupName, ReplicaGroup],
+        scaled: Mapping[GroupName, Autoscale],
+        known: Mapping[GroupName, KnownScale],
+    ) -> None:
+        """Decide on the groups of one model; what is wrong with it alone keeps no other from its replicas."""
+        try:
+            async with self._room:
+                asked_at = time.monotonic()
+                messages = await self._messages(model)
+                if time.monotonic() - asked_at > self._bus.settings.request_timeout_s + _MARGIN_S:
+                    self._quiet.begin(time.monotonic())  # it was us that stood still: what we know of workers is old
+                if not self._quiet.is_over(time.monotonic()):
+                    return
+                for name, bounds in scaled.items():
                     await self._decide(name, groups[name], bounds, known.get(name, NEVER_WRITTEN), messages)
+        except BrokerError as error:
+            if model not in self._troubled:
+                log.warning("model %s: the number of replicas stays as it is for now: %s", model, error)
+            self._troubled.add(model)
+        except Exception:  # the edge of a task that must go on: figures are what workers say of themselves
+            if model not in self._troubled:
+                log.exception("model %s: how many replicas it needs cannot be told", model)
+            self._troubled.add(model)
+        else:
+            self._troubled.discard(model)
 
     async def _tidy(self, known: Mapping[GroupName, KnownScale], scaled: Mapping[GroupName, Autoscale]) -> None:
-        """Remove the decisions on groups that are no longer scaled."""
+        """Remove the decisions on groups that are scaled no more, as far as the entries of their models can be read."""
         for name, each in known.items():
-            is_left_over = name not in scaled and each.scale is not None
+            is_known = key_of("models", name.model) not in self._config.unreadable
+            is_left_over = is_known and name not in scaled and each.scale is not None
             if is_left_over and await self._scales.remove(name, expected_revision=each.revision):
                 log.info("model %s, pool %s: its number of replicas no longer follows the load", *_of(name))
         self._is_tidied = True

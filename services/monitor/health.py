@@ -57,6 +57,7 @@ class HealthGuard:
         self._view = view
         self._clock = clock
         self._lasting = Lasting()
+        self._has_failed = False
 
     async def run(self) -> None:
         """Look each second, until cancelled."""
@@ -65,10 +66,20 @@ class HealthGuard:
             if not self._view.is_fresh or not self._bus.is_connected:
                 self._lasting = Lasting()
                 continue
-            beats = self._view.beats
-            found = findings(beats.values(), slow_factor=self._bus.settings.slow_factor)
-            for finding in self._lasting.take(found, beats, now=self._clock()):
-                await self._tell(finding)
+            try:
+                await self._look()
+            except Exception:  # the edge of a task that must go on: figures are what workers say of themselves
+                if not self._has_failed:
+                    log.exception("how workers do cannot be judged")
+                self._has_failed = True
+            else:
+                self._has_failed = False
+
+    async def _look(self) -> None:
+        beats = self._view.beats
+        found = findings(beats.values(), slow_factor=self._bus.settings.slow_factor)
+        for finding in self._lasting.take(found, beats, now=self._clock()):
+            await self._tell(finding)
 
     async def _tell(self, finding: Finding) -> None:
         nudge = WorkerNudge(

@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 _STOP_AGAIN_S: Final = 0.1
 _MAX_WAITERS: Final = 4
 """Requests held that do not fit now, so that smaller ones behind them are found."""
+_MAX_REASON_CHARS: Final = 500
 _MAX_KEPT_BACK: Final = 128
 """Requests kept back at once. They take no room, so nothing else would end the fetching of more."""
 _MAX_KEPT_BACK_TO_BORROW: Final = 64
@@ -398,6 +399,7 @@ class Worker:
     def _set_state(self, state: WorkerState, reason: str = "") -> None:
         if self._is_draining and state != "Failed":  # whatever its engine does, it takes nothing more
             state = "Draining"
+        reason = reason[:_MAX_REASON_CHARS]
         if (state, reason) != (self._state, self._reason):
             self._state, self._reason = state, reason
             self._heart.changed()
@@ -467,7 +469,7 @@ class Worker:
     async def _on_nudge(self, message: Message) -> None:
         try:
             nudge = msgspec.json.decode(message.data, type=WorkerNudge)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             log.warning("an undecodable nudge was ignored")
             return
         if nudge.kind == "evicted":
@@ -485,7 +487,7 @@ class Worker:
         elif nudge.kind == "restart":
             is_ours = (nudge.epoch, nudge.engine_run) == (self._heart.epoch, self._supervisor.engine_run)
             if is_ours and nudge.ailment is not None and self._is_up():
-                self._supervisor.note_illness(nudge.ailment, nudge.reason)
+                self._supervisor.note_illness(nudge.ailment, nudge.reason[:_MAX_REASON_CHARS])
         elif nudge.tenant and nudge.job:
             await self._check_ended(nudge.tenant, nudge.job)
 

@@ -85,6 +85,29 @@ async def test_replicas_of_a_killed_agent_move_and_when_it_returns_there_are_not
         assert len(ground.beating()) == 2
 
 
+async def test_an_agent_that_stood_still_for_longer_than_its_leases_live_gives_way(ground: Ground) -> None:
+    await configure(ground.bus, MODEL, sim_group(1))
+    async with contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(ground.host("first"))
+        await until_slots(ground.view, lambda view: len(ready(view)) == 1)
+        (old,) = ground.beating()
+        await stack.enter_async_context(ground.host("second"))
+        await until_slots(ground.view, lambda view: set(view.hosts) == {"first", "second"})
+        first.send_signal(signal.SIGSTOP)
+        try:
+            await until_slots(ground.view, lambda view: [slot.host for slot in ready(view)] == ["second"])
+            assert old in ground.beating(), "its worker did not stand still"
+        finally:
+            first.send_signal(signal.SIGCONT)
+        await until_slots(
+            ground.view, lambda view: len(ground.beating()) == 1 and set(view.hosts) == {"first", "second"}
+        )
+        await until_renewed(ground.bus, "first", 3)
+        assert old not in ground.beating()
+        assert [slot.host for slot in ready(ground.view)] == ["second"]
+        assert first.returncode is None
+
+
 async def test_under_load_nothing_is_lost_by_an_update_one_that_does_not_start_and_an_agent_that_leaves(
     ground: Ground,
 ) -> None:

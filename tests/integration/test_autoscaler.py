@@ -4,16 +4,22 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+import pytest
+
 from headrace.bus.activity import last_worked_at
 from headrace.bus.connection import Stored
+from headrace.bus.heartbeats import WorkersBucket
+from headrace.bus.jobqueue import JobQueue, QueueCounts
 from headrace.bus.keyvalue import Bucket
 from headrace.bus.provision import ensure_jobs_stream
 from headrace.bus.scales import Scales
 from headrace.discipline.replicas import wanted_replicas
+from headrace.errors import BrokerUnavailableError
 from headrace.schemas.config import ModelConfig
 from headrace.schemas.config_text import encode_entry, key_of
-from headrace.schemas.instances import GroupName
+from headrace.schemas.instances import GroupName, Scale
 from headrace.schemas.replicas import Autoscale, ReplicaGroup
+from headrace.schemas.workers import Heartbeat
 from tests.deployment import MODEL, Deployment, Part, deployment, sim, until
 
 NAME = GroupName(MODEL, "default")
@@ -64,8 +70,8 @@ async def hosting(running: Deployment) -> AsyncIterator[Host]:
             task.cancel()
 
 
-async def configure(running: Deployment, *groups: ReplicaGroup) -> None:
-    bucket, key = Bucket(running.bus, running.bus.names.config_bucket), key_of("models", MODEL)
+async def configure(running: Deployment, *groups: ReplicaGroup, model: str = MODEL) -> None:
+    bucket, key = Bucket(running.bus, running.bus.names.config_bucket), key_of("models", model)
     known = await bucket.get(key)
     revision = known.revision if known is not None else 0
     written = await bucket.put(key, encode_entry(ModelConfig(instances=groups)), expected_revision=revision)
@@ -107,3 +113,45 @@ async def test_a_burst_from_zero_is_served_and_ends_at_zero(broker_url: str, pre
             return (await scales.read())[NAME].scale is None
 
         await until(is_tidied)
+
+
+async def test_what_is_wrong_with_one_model_keeps_no_other_from_its_replicas(
+    broker_url: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = JobQueue.counts
+
+    async def counts_of_all_but_one(queue: JobQueue) -> QueueCounts:
+        if queue.model == "mute":
+            raise BrokerUnavailableError("nobody leads its stream")
+        return await counts(queue)
+
+    monkeypatch.setattr(JobQueue, "counts", counts_of_all_but_one)
+    async with deployment(broker_url, prefix, worker_ttl_s=1.0, heartbeat_s=0.2) as running:
+        await ensure_jobs_stream(running.bus, MODEL)
+        await ensure_jobs_stream(running.bus, "forged")
+        boundless = Heartbeat(
+            worker="w", epoch="e", state="Ready", model="forged", running=9, seconds_per_job=1e308, waiting=10**18
+        )
+        await WorkersBucket(running.bus).put(boundless, expected_revision=0, ttl_s=600)
+        for model in ("forged", "mute", MODEL):
+            await configure(running, GROUP, model=model)
+        monitor = await running.monitor()
+        async with hosting(running), asyncio.timeout(60):
+            assert (await running.client.complete(model=MODEL, prompt="r", max_tokens=1)).usage is not None
+        await monitor.stop()
+
+
+async def test_a_decision_on_a_model_whose_entry_cannot_be_read_stays(broker_url: str, prefix: str) -> None:
+    async with deployment(broker_url, prefix, worker_ttl_s=1.0, heartbeat_s=0.2) as running, asyncio.timeout(60):
+        scales, bucket = Scales(running.bus), Bucket(running.bus, running.bus.names.config_bucket)
+        newer = b'{"instances": [{"engine": "sim", "of_a_later_version": 1}]}'
+        assert isinstance(await bucket.put(key_of("models", "newer"), newer, expected_revision=0), Stored)
+        for model in ("newer", "removed"):
+            assert await scales.write(GroupName(model, "default"), Scale(replicas=3), expected_revision=0)
+        await running.monitor()
+
+        async def is_tidied() -> bool:
+            return (await scales.read())[GroupName("removed", "default")].scale is None
+
+        await until(is_tidied)
+        assert (await scales.read())[GroupName("newer", "default")].scale == Scale(replicas=3)

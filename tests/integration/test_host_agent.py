@@ -131,6 +131,25 @@ async def _overwrite(bucket: InstancesBucket, name: SlotName, slot: Slot | None)
             return
 
 
+async def test_a_bucket_that_is_lost_and_made_anew_restarts_nobody(ground: Ground) -> None:
+    await ground.agent("a", 4)
+    await ground.agent("b", 4)
+    await until_slots(ground.view, lambda view: len(view.hosts) == 2)
+    await configure(ground.bus, MODEL, gpu_group(4))
+    await until_slots(ground.view, lambda view: len(ready(view)) == 4)
+    before, workers = dict(ground.view.slots), ground.running_children()
+    stream = f"KV_{ground.bus.names.instances_bucket}"
+    config = msgspec.json.decode(await ground.bus.api(f"STREAM.INFO.{stream}"))["config"]
+    await ground.bus.api(f"STREAM.DELETE.{stream}")
+    await until_slots(ground.view, lambda view: not view.is_fresh)
+    await ground.bus.api(f"STREAM.CREATE.{stream}", config)
+    await until_slots(ground.view, lambda view: view.is_fresh and len(view.hosts) == 2 and len(ready(view)) == 4)
+    assert {name: slot.worker for name, slot in ground.view.slots.items()} == {
+        name: slot.worker for name, slot in before.items()
+    }
+    assert ground.running_children() == workers == ground.children
+
+
 async def test_a_device_of_its_own_goes_to_one_worker_alone(ground: Ground) -> None:
     await configure(ground.bus, MODEL, gpu_group(3, memory_mib=None))
     await ground.agent("a", 4, 4)

@@ -146,6 +146,13 @@ def test_one_that_errs_half_the_time() -> None:
     assert not taken_out(answering("a", 16, 0), beat("down", state="Failed", finished=0, failed=16))
 
 
+def test_counts_that_cannot_be_say_nothing_of_anybody() -> None:
+    forged = answering("forged", 8 - 10**400, 10**400)
+    assert taken_out(forged, answering("b", 4, 4), answering("c", 16, 0)) == taken_out(
+        answering("forged", 0, 0), answering("b", 4, 4), answering("c", 16, 0)
+    )
+
+
 def test_of_three_that_err_one_goes_and_the_worst_first() -> None:
     beats = [answering("bad", 10, 8), answering("worst", 4, 16), *(answering(f"w{each}", 20, 0) for each in range(3))]
     assert taken_out(*beats) == {"worst": "errs"}

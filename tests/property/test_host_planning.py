@@ -51,7 +51,7 @@ class Host:
 
 
 class World:
-    """The bucket and the hosts. `broken` generations never come up."""
+    """The bucket and the hosts. `broken` generations, and those of `bare` hosts, never come up."""
 
     def __init__(self, hosts: list[Host]) -> None:
         self.hosts = {host.name: host for host in hosts}
@@ -60,6 +60,7 @@ class World:
         self.failed: set[tuple[GroupName, str]] = set()
         self.proven: dict[GroupName, str] = {}
         self.broken: set[str] = set()
+        self.bare: set[str] = set()
         self.now = 0.0
 
     def look(self, host: Host) -> None:
@@ -132,7 +133,7 @@ class World:
             holding = replica.holding
             if holding.state == "Draining":
                 replica.set(has_child=False)
-            elif holding.state == "Starting" and name.generation in self.broken:
+            elif holding.state == "Starting" and (name.generation in self.broken or host.name in self.bare):
                 replica.set(state="Failed", has_child=False, failures=holding.failures + 1, reason="it is broken")
                 self._write(host, name)
             elif holding.state == "Starting":
@@ -291,6 +292,33 @@ def test_an_update_never_takes_capacity_away_and_one_that_fails_stops(
     if room > wanted:
         assert generations == {old.generation if is_broken else new.generation}
     assert ((SMALL, new.generation) in world.failed) == (is_broken and room > before)
+
+
+def test_a_host_that_lacks_a_file_does_not_stop_one_that_loads_for_longer() -> None:
+    world = World(fleet([[4000], [4000]]))
+    world.groups[SMALL] = group(None, 2)
+    bare, loading = world.hosts.values()
+    world.bare.add(bare.name)
+    for _ in range(20):
+        for host in (loading, bare):
+            world.look(host)
+            world.act(host)
+        world.progress(bare)
+        world.now += BEAT_S
+    assert bare.avoided
+    assert [replica.holding.state for replica in loading.replicas.values()] == ["Starting"]
+    world.settle()
+    assert world.ready(SMALL) == 1
+    assert not world.failed
+
+
+def test_where_no_host_brings_a_generation_up_it_is_stopped() -> None:
+    world = World(fleet([[4000], [4000], [4000]]))
+    world.groups[SMALL] = group(None, 3)
+    world.bare |= set(world.hosts)
+    world.settle()
+    assert (SMALL, group(None, 3).generation) in world.failed
+    assert not world.slots
 
 
 @settings(max_examples=40)

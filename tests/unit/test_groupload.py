@@ -71,3 +71,12 @@ def test_a_monitor_acts_only_when_all_was_well_for_a_while() -> None:
     quiet.begin(10.5)
     assert [quiet.may_act(now, is_well=True) for now in (11.0, 14.0, 14.5)] == [False, False, True]
     assert not quiet.may_act(20.0, is_well=True), "it was stopped itself, and its view is as old"
+
+
+def test_what_a_monitor_does_itself_is_no_lag() -> None:
+    quiet = Quiet(span_s=4.0, every_s=1.0, now=0.0)
+    may_act = []
+    for now in (4.0, 8.0, 12.0):  # each look takes three seconds
+        may_act.append(quiet.may_act(now - 3.0, is_well=True))
+        quiet.note_asked(now)
+    assert may_act == [False, True, True]

@@ -9,8 +9,10 @@ from headrace.hardware.gpu import Gpu
 from headrace.hardware.memory import Memory
 from headrace.host.devices import find_devices
 from headrace.host.launching import Order, command_of, environment_of
+from headrace.host.naming import earlier_workers, worker_id
 from headrace.schemas.instances import Device
 from headrace.schemas.replicas import ReplicaGroup
+from headrace.schemas.subjects import is_worker_id
 from headrace.settings import Settings
 
 GIB = 1 << 30
@@ -77,6 +79,13 @@ def test_the_agents_own_flags_come_last() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("word", ["--nats-url=nats://elsewhere:1", "--nats-url", "--prefix=q", "--state-dir"])
+def test_no_worker_is_led_to_another_broker_with_our_credential(word: str) -> None:
+    group = ReplicaGroup(engine="sim", args=(word, "nats://elsewhere:1"))
+    with pytest.raises(ValueError, match=word.partition("=")[0]):
+        command_of(Order(worker="h-1-1", model="m", group=group, device="GPU-a"), log_format="json")
+
+
 @pytest.mark.parametrize(("uses", "visible"), [("gpu", "GPU-a"), ("host", "")])
 def test_a_worker_sees_its_gpu_alone_and_this_deployment(uses: str, visible: str) -> None:
     settings = Settings(prefix="p.v1", state_dir="s", nats_credentials="c")
@@ -100,3 +109,13 @@ def test_wrong_options_are_told_before_anything_is_connected_to(words: list[str]
     result = CliRunner().invoke(command, ["--nats-url", "nats://127.0.0.1:1", "serve", "host", *words])
     assert result.exit_code == 2
     assert says in result.output
+
+
+def test_hosts_whose_long_names_begin_alike_do_not_wait_for_each_others_workers() -> None:
+    first, second = (f"node-of-the-gpu-pool-in-eu-west-1a-number-{number}-of-{'x' * 18}" for number in (1, 2))
+    names = [worker_id(host, "0badcafe", number) for host in (first, second, "a", "a-0badcafe") for number in (1, 2)]
+    assert len(set(names)) == len(names)
+    assert all(map(is_worker_id, names))
+    assert earlier_workers(first, "12345678", names) == names[:2]
+    assert earlier_workers("a", "12345678", names) == names[4:6]
+    assert earlier_workers("a", "0badcafe", names) == []

@@ -8,11 +8,11 @@ import pytest
 
 from headrace.host.launching import Order
 from headrace.host.lease import Lease
-from headrace.host.planning import Claim
+from headrace.host.planning import MAX_FAILURES, Claim
 from headrace.host.replica import Replica
 from headrace.schemas.instances import GroupName, SlotName
 from headrace.schemas.replicas import ReplicaGroup
-from headrace.schemas.workers import Heartbeat, WorkerState
+from headrace.schemas.workers import Heartbeat, WorkerHealth, WorkerState
 
 GROUP = ReplicaGroup(engine="sim", memory_mib=1)
 SLOT = SlotName(GroupName("m", "default"), GROUP.generation, 0)
@@ -199,3 +199,55 @@ async def test_what_cannot_be_started_fails_like_what_does_not_come_up(error: Ex
         scene.replica.start("w", group)
         await scene.replica.ended.wait()
     assert (scene.replica.reason, scene.replica.failures) == (f"it cannot be started: {error}", 1)
+
+
+async def test_one_that_is_coming_up_and_says_nothing_is_started_anew() -> None:
+    scene = Scene()
+    async with asyncio.TaskGroup() as group:
+        child = await scene.start(group)
+        scene.now += 50
+        scene.hear("Starting")
+        for _ in range(3):
+            scene.now += 50
+            scene.replica.look(None, is_fresh=False)
+        scene.now += 59
+        scene.hear(None)
+        assert scene.replica.state == "Starting"
+        scene.now += 2
+        scene.hear(None)
+        await scene.replica.ended.wait()
+    assert child.is_stopped
+    assert (scene.replica.state, scene.replica.failures) == ("Failed", 1)
+    assert scene.replica.reason == "it said nothing for 60 s"
+
+
+async def test_an_engine_that_loads_for_minutes_has_as_long_to_come_back() -> None:
+    scene = Scene()
+    async with asyncio.TaskGroup() as group:
+        await scene.start(group)
+        for _ in range(4):
+            scene.now += 50
+            scene.hear("Starting")
+        scene.hear("Ready")
+        scene.hear("Failed", "lost")
+        scene.now += 225
+        scene.hear("Failed", "lost")
+        assert scene.replica.failures == 0
+        scene.now += 6
+        scene.hear("Failed", "lost")
+        await scene.replica.ended.wait()
+    assert (scene.replica.reason, scene.replica.failures) == ("lost", 1)
+
+
+async def test_a_worker_that_was_left_out_is_left_to_other_hosts() -> None:
+    scene = Scene()
+    async with asyncio.TaskGroup() as group:
+        child = await scene.start(group)
+        scene.hear("Ready")
+        left_out = Heartbeat(
+            worker="w", epoch="e", state="Failed", model="m", reason="errs", health=WorkerHealth(is_left_out=True)
+        )
+        scene.replica.look(left_out, is_fresh=True)
+        await scene.replica.ended.wait()
+    assert child.is_stopped
+    assert (scene.replica.reason, scene.replica.failures) == ("errs", MAX_FAILURES)

@@ -13,7 +13,7 @@ from headrace.cli.model_alias import parse_target, shares
 from headrace.cli.model_entries import KnownModels, near
 from headrace.cli.model_list import ListedPool, listed
 from headrace.cli.model_options import check_args
-from headrace.cli.model_report import changed, consequences, differences
+from headrace.cli.model_report import changed, consequences, differences, print_changes
 from headrace.cli.rollout import rollout_of
 from headrace.errors import ConfigError, HeadraceError
 from headrace.schemas.config import AliasConfig, AliasTarget, ModelConfig, PoolConfig
@@ -69,6 +69,9 @@ def test_flags_of_a_worker_are_taken(args: tuple[str, ...]) -> None:
         (("--engine", "sim"), "--args has --engine"),
         (("--worker-id", "w"), "the host agent gives each worker its own"),
         (("--log-format", "json"), "--args has --log-format"),
+        (("--nats-url", "nats://elsewhere:1"), "their host agent's broker"),
+        (("--prefix=q",), "--args has --prefix"),
+        (("--state-dir", "d"), "--args has --state-dir"),
         (("--help",), "serve worker --help"),
         (("--max-concurrency", "0"), "--max-concurrency"),
         (("--max-concurrency",), "--max-concurrency"),
@@ -160,6 +163,15 @@ def test_a_new_group_is_told_by_what_is_not_the_default() -> None:
         ("replicas", "-", "3"),
         ("args", "-", "--max-concurrency 8"),
     ]
+
+
+def test_a_key_in_the_flags_is_on_no_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("-o", "url=http://h:1", "-o", "api_key=sk-1234", "--max-concurrency", "8")
+    keyed = ReplicaGroup(engine="openai", args=args)
+    print_changes([changed("m", "default", ModelConfig(), ModelConfig(instances=(keyed,)), Snapshot())], as_json=False)
+    shown = capsys.readouterr().out
+    assert "sk-1234" not in shown
+    assert "-o api_key=… --max-concurrency 8" in shown
 
 
 # how far it is
