@@ -7,6 +7,7 @@ import msgspec
 from headrace import __version__
 from headrace.bus.configuration import StoredEntry, config_of
 from headrace.bus.consumers import Consumer
+from headrace.bus.instancelist import Snapshot
 from headrace.bus.provision import deployment_streams, jobs_stream
 from headrace.bus.survey import Account, Beat, Part, StreamInfo
 from headrace.doctor.facts import BrokerFacts, Facts, Known, StreamFacts, SystemFacts, WaitingJob
@@ -88,6 +89,7 @@ def healthy(**changes: Any) -> Facts:
         beats=Known([beat()]),
         overview=Known(Overview(workers=(), queues=(queue(),))),
         entries=Known({}),
+        instances=Known(Snapshot()),
         waiting=Known([waiting()]),
         num_dead=Known(0),
     )

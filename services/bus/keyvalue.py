@@ -71,8 +71,11 @@ class Bucket:
         return await self._bus.store(f"{self.prefix}{key}", value, headers=headers, timeout_s=timeout_s)
 
     async def remove(self, key: str, *, expected_revision: int, ttl_s: int | None = None) -> StoreResult:
-        """Take a key away if its revision is still that; what marks it as gone lives `ttl_s`, or for good."""
-        headers = {subjects.HDR_EXPECTED_LAST_SUBJECT_SEQUENCE: str(expected_revision), _HDR_OPERATION: "DEL"}
+        """Take a key away if its revision is still that; what marks it as gone lives `ttl_s`, or for good.
+
+        It is a PURGE, since of a DEL that expires the broker makes a marker of its own, as if the key had expired then.
+        """
+        headers = {subjects.HDR_EXPECTED_LAST_SUBJECT_SEQUENCE: str(expected_revision), _HDR_OPERATION: "PURGE"}
         if ttl_s is not None:
             headers[subjects.HDR_TTL] = str(ttl_s)
         return await self._bus.store(f"{self.prefix}{key}", b"", headers=headers)

@@ -16,11 +16,12 @@ from headrace.cli.model_alias import shares
 from headrace.cli.model_entries import KnownModels, read_known
 from headrace.cli.options import connected, with_settings
 from headrace.cli.render import console, safe, table
+from headrace.discipline.fit import no_room
 from headrace.discipline.position import waiting_of
 from headrace.discipline.replicas import wanted_replicas
 from headrace.errors import NotProvisionedError
 from headrace.schemas.config import ModelConfig
-from headrace.schemas.instances import GroupName, Slot
+from headrace.schemas.instances import GroupName, Slot, SlotName
 from headrace.schemas.replicas import ReplicaGroup
 from headrace.schemas.subjects import DEFAULT_POOL
 from headrace.schemas.workers import Heartbeat
@@ -71,7 +72,8 @@ class ListedPool(msgspec.Struct, frozen=True, kw_only=True):
 
     `wanted`, `generation` and `autoscale` are None where no workers are declared. `leased` are the replicas that hosts
     have taken, `ready` the live workers that can take requests, `undeclared` those of all live workers that no host
-    agent started. `running` requests are held by workers, `queued` ones are not.
+    agent started. `hindrance` says why no host takes more, where fewer are leased than wanted. `running` requests are
+    held by workers, `queued` ones are not.
     """
 
     model: str
@@ -87,6 +89,7 @@ class ListedPool(msgspec.Struct, frozen=True, kw_only=True):
     queued: int
     running: int
     failed: Failure | None
+    hindrance: str
     aliases: tuple[ListedAlias, ...]
     slots: tuple[ListedSlot, ...]
 
@@ -166,11 +169,12 @@ def _workers(name: GroupName, group: ReplicaGroup | None, beats: list[Heartbeat]
     ours = {slot.worker for slot in slots.values() if slot.worker}
     bounds = group.autoscale if group is not None else None
     failed = snapshot.failed.get((name, group.generation)) if group is not None else None
+    wanted = wanted_replicas(group, scale) if group is not None else None
     return ListedPool(
         model=name.model,
         pool=name.pool,
         engine=group.engine if group is not None else ", ".join(sorted({beat.engine for beat in beats if beat.engine})),
-        wanted=wanted_replicas(group, scale) if group is not None else None,
+        wanted=wanted,
         leased=len(slots),
         ready=sum(beat.state in ("Ready", "Busy") for beat in beats),
         undeclared=sum(beat.worker not in ours for beat in beats),
@@ -188,9 +192,18 @@ def _workers(name: GroupName, group: ReplicaGroup | None, beats: list[Heartbeat]
         failed=Failure(generation=group.generation, reason=failed.reason, failures=failed.failures, host=failed.host)
         if group is not None and failed is not None
         else None,
+        hindrance=_hindrance(group, wanted, slots, snapshot),
         aliases=(),
         slots=tuple(_listed_slot(slot.generation, slot.index, lease) for slot, lease in sorted(slots.items())),
     )
+
+
+def _hindrance(
+    group: ReplicaGroup | None, wanted: int | None, slots: Mapping[SlotName, Slot], snapshot: Snapshot
+) -> str:
+    if group is None or not wanted or sum(slot.generation == group.generation for slot in slots) >= wanted:
+        return ""
+    return no_room(group, snapshot.hosts) if snapshot.hosts else "no host agent runs: `headrace serve host`"
 
 
 def _listed_slot(generation: str, index: int, lease: Slot) -> ListedSlot:
@@ -247,4 +260,5 @@ def _remark(each: ListedPool) -> Text:
     if troubles:
         text = f"{troubles[0].state} on {troubles[0].host}: {troubles[0].reason}"
         return Text(safe(("paused; " if each.paused else "") + text), style="yellow")
-    return Text("paused" if each.paused else "", style="yellow")
+    remarks = ["paused"] if each.paused else []
+    return Text("; ".join([*remarks, each.hindrance] if each.hindrance else remarks), style="yellow")

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from headrace.bus.instancelist import Snapshot
 from headrace.cli.render import console, safe
+from headrace.discipline.fit import no_room
 from headrace.discipline.replicas import wanted_replicas
 from headrace.schemas.config import ModelConfig
 from headrace.schemas.instances import GroupName
@@ -57,12 +58,17 @@ def consequences(
         return []
     scale = snapshot.scales.get(name)
     was, wanted = wanted_replicas(before, scale) if before is not None else 0, wanted_replicas(after, scale)
-    num_leased = len(snapshot.slots_of(name))
+    slots = snapshot.slots_of(name)
+    num_old = sum(slot.generation != after.generation for slot in slots)
+    num_current = len(slots) - num_old
     lines: list[str] = []
     if before is None:
         lines.append(f"{_workers(wanted)} started: generation {after.generation}")
     elif before.generation != after.generation:
-        what = f"{_workers(num_leased)} replaced one by one" if num_leased else "no worker runs now"
+        num_kept = sum(name.generation == after.generation and slot.state == "Ready" for name, slot in slots.items())
+        what = f"{_workers(num_old)} replaced one by one" if num_old else "no worker runs now"
+        if num_kept and not num_old:
+            what = f"{_workers(num_kept)} as declared now already"
         lines.append(f"{what}: generation {before.generation} → {after.generation}")
     elif was != wanted:
         lines.append(f"number only, {was} → {wanted}: no worker is restarted")
@@ -75,6 +81,8 @@ def consequences(
         lines.append(f"this generation has failed before ({failed.reason}): `headrace models retry` tries it again")
     if not snapshot.hosts:
         lines.append("no host agent runs: start one on each machine that shall run workers")
+    elif num_current < wanted and (why := no_room(after, snapshot.hosts)):
+        lines.append(why)
     if is_paused:
         lines.append("the model is paused: its workers come up and start no request")
     return lines

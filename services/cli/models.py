@@ -132,14 +132,15 @@ async def _remove(settings: Settings, model: str, pool: str | None, *, is_whole:
         groups = _groups(model, entry, pool) if entry.instances or not is_whole else []
         snapshot = await read_instances(bus)
         num_leased = sum(len(snapshot.slots_of(GroupName(model, group.pool))) for group in groups)
+        leaving = "1 worker drains and leaves" if num_leased == 1 else f"{num_leased} workers drain and leave"
         where = f"model {model}" if pool is None else f"model {model}, pool {pool}"
         if not is_sure:
             what = "all that is configured" if is_whole else "what is declared of its workers"
-            _ask(f"{safe(where)}: remove {what}? {num_leased} workers drain and leave.")
+            _ask(f"{safe(where)}: remove {what}? {leaving}.")
         left = tuple(group for group in entry.instances if group not in groups)
         await write_model(bus, known, model, None if is_whole else msgspec.structs.replace(entry, instances=left))
         done = "is configured no more" if is_whole else "keeps no workers running any more"
-        click.echo(f"{safe(where)} {done}; {num_leased} workers drain and leave")
+        click.echo(f"{safe(where)} {done}; {leaving}")
         for line in await _left_behind(bus, known, model, is_whole=is_whole):
             click.echo(safe(line))
 

@@ -12,6 +12,7 @@ from headrace.bus.configuration import read_model
 from headrace.bus.connection import Bus
 from headrace.bus.instancelist import Snapshot, read_instances
 from headrace.cli.progress import Progress
+from headrace.discipline.fit import no_room
 from headrace.discipline.replicas import wanted_replicas
 from headrace.errors import HeadraceError
 from headrace.schemas.instances import FailedGeneration, GroupName
@@ -34,7 +35,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """Replicas of one group at one moment. `leased` and `ready` ones are of the generation that is declared.
 
     `outdated` are leases of other generations, and those of this one beyond what is wanted. `troubles` say why replicas
-    fail.
+    fail, `no_room` why no host takes one more.
     """
 
     generation: str
@@ -45,6 +46,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     num_hosts: int
     troubles: tuple[str, ...] = ()
     failed: FailedGeneration | None = None
+    no_room: str = ""
 
     @property
     def is_done(self) -> bool:
@@ -61,6 +63,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
             text += f"; {self.troubles[0]}"
         elif self.leased < self.wanted:
             text += f", {self.wanted - self.leased} not yet placed on a host"
+            text += f": {self.no_room}" if self.no_room else ""
         return text
 
 
@@ -78,6 +81,7 @@ def rollout_of(name: GroupName, group: ReplicaGroup, snapshot: Snapshot) -> Roll
         num_hosts=len(snapshot.hosts),
         troubles=tuple(f"{lease.reason} (host {lease.host})" for lease in current if lease.reason),
         failed=snapshot.failed.get((name, group.generation)),
+        no_room=no_room(group, snapshot.hosts),
     )
 
 

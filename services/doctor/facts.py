@@ -7,6 +7,7 @@ import msgspec
 
 from headrace.bus.configuration import StoredEntry
 from headrace.bus.consumers import Consumer
+from headrace.bus.instancelist import Snapshot
 from headrace.bus.provision import StreamConfig
 from headrace.bus.survey import Account, Beat, Part, Server, StreamInfo
 from headrace.schemas.config import Config
@@ -125,6 +126,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     overview: Known[Overview] | Unread
     entries: Known[dict[str, StoredEntry]] | Unread
     config: Config = Config()
+    instances: Known[Snapshot] | Unread
     waiting: Known[list[WaitingJob]] | Unread
     num_dead: Known[int] | Unread
 

@@ -14,6 +14,7 @@ from headrace.bus.connection import Bus, connect
 from headrace.bus.consumers import Consumer, list_consumers
 from headrace.bus.deadletters import DeadLetters
 from headrace.bus.disconnects import Disconnect, disconnects
+from headrace.bus.instancelist import Snapshot, read_instances
 from headrace.bus.joblog import JobLog
 from headrace.bus.overview import overview
 from headrace.bus.provision import StreamConfig, deployment_streams, jobs_stream
@@ -87,6 +88,7 @@ async def gather(bus: Bus, *, system_url: str | None, say: Say) -> Facts:
         overview=deployment.overview,
         entries=deployment.entries,
         config=deployment.config,
+        instances=deployment.instances,
         waiting=deployment.waiting,
         num_dead=deployment.num_dead,
     )
@@ -147,15 +149,24 @@ class _Deployment:
         self.overview: Known[Overview] | Unread = _NO_JETSTREAM
         self.entries: Known[dict[str, StoredEntry]] | Unread = _NO_JETSTREAM
         self.config = Config()
+        self.instances: Known[Snapshot] | Unread = _NO_JETSTREAM
         self.waiting: Known[list[WaitingJob]] | Unread = _NO_JETSTREAM
         self.num_dead: Known[int] | Unread = _NO_JETSTREAM
 
     async def read(self) -> None:
         """Read all of it."""
         bus = self._bus
-        self.stream_names, self.entries, self.beats, self.overview, self.num_dead = await asyncio.gather(
+        (
+            self.stream_names,
+            self.entries,
+            self.instances,
+            self.beats,
+            self.overview,
+            self.num_dead,
+        ) = await asyncio.gather(
             _read(list_streams(bus), self._until),
             _read(read_entries(bus), self._until),
+            _read(read_instances(bus), self._until),
             _read(read_beats(bus), self._until),
             _read(overview(bus), self._until),
             _read(DeadLetters(bus).count(), self._until),

@@ -161,6 +161,7 @@ def _unread(facts: Facts) -> Iterator[Finding]:
     }
     if facts.is_provisioned:
         asked |= {"queues": facts.overview, "configuration": facts.entries, "waiting requests": facts.waiting}
+        asked |= {"replicas": facts.instances}
     unread = {what: found for what, found in asked.items() if isinstance(found, Unread)}
     denied = [what for what, found in unread.items() if found.is_denied]
     if denied:
@@ -190,6 +191,7 @@ def _without_missing(facts: Facts, lost: Mapping[str, str]) -> dict[str, str]:
         "workers": f"KV_{facts.names.workers_bucket}",
         "queues": f"KV_{facts.names.workers_bucket}",
         "configuration": f"KV_{facts.names.config_bucket}",
+        "replicas": f"KV_{facts.names.instances_bucket}",
         "dead letters": facts.names.dead_stream,
         "waiting requests": facts.names.log_stream(0),
     }

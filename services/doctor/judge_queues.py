@@ -47,7 +47,9 @@ def _unserved(facts: Facts, queues: tuple[QueueOverview, ...]) -> Iterator[Findi
             severity="warning" if "Starting" in states else "error",
             found=f"no worker serves what waits for model {model}, pool {pool}: {counted(number, 'request')}, the "
             f"oldest for {oldest_s:.0f} s{there}",
-            remedy=f"headrace serve worker --engine ENGINE --model {model} --pool {pool}",
+            remedy="headrace models list shows what keeps its workers from coming up"
+            if facts.config.model(model).instances
+            else f"headrace serve worker --engine ENGINE --model {model} --pool {pool}",
         )
     if not num_unserved:
         number = sum(queue.queued for queue in queues)
@@ -59,6 +61,15 @@ def _unserved(facts: Facts, queues: tuple[QueueOverview, ...]) -> Iterator[Findi
 def _paused(facts: Facts) -> Iterator[Finding]:
     queues = facts.overview.value.queues if isinstance(facts.overview, Known) else ()
     queued = {(each.model, QueueName(each.pool, each.lane, each.queue)): each.queued for each in queues}
+    for model, config in facts.config.models.items():
+        if config.paused:
+            number = sum(each.queued for each in queues if each.model == model)
+            yield Finding(
+                id=Check.QUEUE_PAUSED,
+                severity="warning",
+                found=f"model {model} is paused, with {counted(number, 'request')} waiting",
+                remedy=f"headrace models resume {model}",
+            )
     for model, found in facts.consumers.items():
         stream = facts.names.jobs_stream(model)
         for consumer in found.value if isinstance(found, Known) else ():

@@ -28,18 +28,25 @@ def judge_workers(facts: Facts) -> Iterator[Finding]:
             id=Check.WORKERS,
             severity="warning",
             found="no worker lives: requests wait for one until their queue timeout",
-            remedy="headrace serve worker --engine ENGINE --model NAME",
+            remedy="headrace models list shows what keeps those that are declared from coming up"
+            if any(config.instances for config in facts.config.models.values())
+            else "headrace serve worker --engine ENGINE --model NAME, or headrace models add and headrace serve host",
         )
     else:
         states = [each.beat.state for each in live]
         shown = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
         yield Finding(id=Check.WORKERS, severity="ok", found=f"{counted(len(live), 'worker')}: {shown}")
-    yield from _states(live)
+    yield from _states([each for each in live if not _is_paused(facts, each)])
     yield from _capacity(live)
     yield from _concurrency(live)
     yield from _heartbeats(live)
     yield from _silent(live)
     yield from _lost(facts)
+
+
+def _is_paused(facts: Facts, beat: Beat) -> bool:
+    """Whether all that it says is that its model is paused, of which another finding tells."""
+    return beat.beat.state in _SERVING and facts.config.model(beat.beat.model).paused
 
 
 def _states(live: list[Beat]) -> Iterator[Finding]:

@@ -3,12 +3,11 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from headrace.discipline.fit import has_room, need_bytes
 from headrace.schemas.instances import Device, HostBeat, Slot, SlotName
 from headrace.schemas.replicas import ReplicaGroup
 
-__all__ = ["choose_device", "has_room", "need_text", "rank"]
-
-_MIB = 1 << 20
+__all__ = ["choose_device", "rank"]
 
 
 def choose_device(group: ReplicaGroup, devices: Iterable[Device]) -> tuple[str, int] | None:
@@ -20,23 +19,13 @@ def choose_device(group: ReplicaGroup, devices: Iterable[Device]) -> tuple[str, 
         (device.total_bytes - device.promised_bytes - need, device.name, need)
         for device in devices
         if device.kind == group.uses
-        and (need := _need_bytes(group, device)) is not None
+        and (need := need_bytes(group, device)) is not None
         and device.promised_bytes + need <= device.total_bytes
     ]
     if not fitting:
         return None
     _, name, need = min(fitting)
     return name, need
-
-
-def has_room(group: ReplicaGroup, devices: Iterable[Device]) -> bool:
-    """Whether any of the devices has room for one more worker."""
-    return any(
-        device.kind == group.uses
-        and (need := _need_bytes(group, device)) is not None
-        and device.promised_bytes + need <= device.total_bytes
-        for device in devices
-    )
 
 
 def rank(
@@ -61,19 +50,6 @@ def rank(
     )
 
 
-def need_text(group: ReplicaGroup) -> str:
-    """What a worker of the group needs, in words."""
-    kind = "GPU" if group.uses == "gpu" else "host's memory"
-    return f"a {kind} of its own" if group.memory_mib is None else f"{group.memory_mib} MiB of a {kind}"
-
-
 def _order(group: ReplicaGroup, host: str, devices: Iterable[Device], num_on: Counter[str]) -> tuple[int, int, str]:
     left = sum(device.total_bytes - device.promised_bytes for device in devices if device.kind == group.uses)
     return num_on[host], -left, host
-
-
-def _need_bytes(group: ReplicaGroup, device: Device) -> int | None:
-    """Bytes that a worker needs of this device; None where it cannot share it."""
-    if group.memory_mib is not None:
-        return group.memory_mib * _MIB
-    return device.total_bytes if device.promised_bytes == 0 else None

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Set
 
 import msgspec
 
+from headrace.discipline.fit import has_room, need_text
 from headrace.discipline.replicas import wanted_replicas
-from headrace.host.placing import choose_device, has_room, need_text, rank
+from headrace.host.placing import choose_device, rank
 from headrace.schemas.instances import Device, GroupName, HostBeat, Scale, Slot, SlotName, SlotState
 from headrace.schemas.replicas import ReplicaGroup
 

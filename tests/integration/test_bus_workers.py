@@ -8,6 +8,7 @@ import pytest
 
 from headrace.bus.connection import Bus, Refused, Stored
 from headrace.bus.heartbeats import WorkersBucket, WorkersView
+from headrace.bus.keyvalue import Bucket
 from headrace.errors import BrokerUnavailableError
 from headrace.schemas.events import Owner
 from headrace.schemas.workers import Heartbeat, SeenBeat, is_owner_alive
@@ -101,6 +102,16 @@ async def test_a_worker_that_leaves_is_gone_at_once_and_leaves_nothing_for_ever(
     assert seen.beat is None
     reply = await bus.request(f"$JS.API.DIRECT.GET.{bucket.stream}.$KV.{bus.names.workers_bucket}.w")
     assert int((reply.headers or {})["Nats-TTL"]) <= 60
+
+
+async def test_what_marks_a_worker_that_left_ends_without_a_sign_that_it_expired(bus: Bus) -> None:
+    keys = Bucket(bus, bus.names.workers_bucket)
+    revision = await put(WorkersBucket(bus), beat(), 0)
+    await keys.remove("w", expected_revision=revision, ttl_s=1)
+    async with asyncio.timeout(WITHIN_S):
+        while (seen := await WorkersBucket(bus).get("w")) is not None:
+            assert seen.has_left
+            await asyncio.sleep(0.02)
 
 
 async def until(view: WorkersView, condition: Callable[[], bool]) -> None:

@@ -25,6 +25,7 @@ from headrace.bus.server import BrokerInfo, EmbeddedBroker
 from headrace.bus.survey import list_streams
 from headrace.cli.http import free_port
 from headrace.doctor.finding import Check, Finding, Severity, has_error
+from headrace.schemas.instances import HostBeat, host_key
 from headrace.schemas.jobs import Job
 from headrace.schemas.subjects import JobId, Names, QueueName, Tenant
 from headrace.schemas.workers import Heartbeat
@@ -184,6 +185,18 @@ async def test_a_user_that_is_not_the_systems(bus: Bus, broker: BrokerInfo, pref
     doctor = Doctor(broker.url, prefix, tmp_path, HEADRACE_NATS_SYSTEM_URL=broker.url)
     found = await doctor.finding(Check.SYSTEM_ACCOUNT, "warning")
     assert "told nothing of a connection" in found.found
+
+
+async def test_workers_that_no_host_runs_or_has_room_for(
+    bus: Bus, broker: BrokerInfo, prefix: str, doctor: Doctor
+) -> None:
+    await Headrace(broker.url, prefix).run("models", "add", "m", "--engine", "sim", "--memory", "1GiB", code=0)
+    found = await doctor.finding(Check.HOSTS, "error")
+    assert "1 worker wanted, of m" in found.found
+    host = msgspec.json.encode(HostBeat(host="h", epoch="e"))
+    await Bucket(bus, bus.names.instances_bucket).put(host_key("h"), host, expected_revision=0)
+    found = await doctor.finding(Check.WORKERS_MISSING, "error")
+    assert "no host has a GPU" in found.found
 
 
 async def test_a_stream_with_a_wrong_setting(bus: Bus, doctor: Doctor) -> None:

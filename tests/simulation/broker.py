@@ -363,7 +363,7 @@ class ModelBroker:
         if message.is_gone:
             return
         stream.remove(message)
-        if "Nats-Marker-Reason" not in message.headers:
+        if "Nats-Marker-Reason" not in message.headers and message.headers.get("KV-Operation") != "PURGE":
             self.note(f"{_short(message.subject)} EXPIRED")
             self.store(stream, message.subject, b"", {"Nats-Marker-Reason": "MaxAge", "Nats-TTL": "60"}, None)
 

@@ -8,6 +8,7 @@ import pytest
 
 from headrace.bus.configuration import StoredEntry
 from headrace.bus.consumers import Consumer
+from headrace.bus.instancelist import Snapshot
 from headrace.bus.survey import Account, Limits, Part, Replica
 from headrace.doctor.facts import Facts, Known, SystemFacts, Unread
 from headrace.doctor.finding import Check, Finding
@@ -15,7 +16,9 @@ from headrace.doctor.judge_broker import judge_unreachable
 from headrace.doctor.judging import judge
 from headrace.errors import BrokerDeniedError, BrokerTlsError, BrokerUnavailableError
 from headrace.schemas.config import AliasConfig, AliasTarget, Config, ModelConfig, PoolConfig, PoolRule, TenantConfig
+from headrace.schemas.instances import Device, FailedGeneration, GroupName, HostBeat, Slot, SlotName
 from headrace.schemas.overview import GoneWorker, Overview
+from headrace.schemas.replicas import Autoscale, ReplicaGroup
 from headrace.settings import Settings
 from tests.doctored import (
     MODEL,
@@ -32,6 +35,8 @@ from tests.doctored import (
 DENIED = Unread(reason="the broker does not permit it", is_denied=True)
 LOST = Unread(reason="no answer within 2 s")
 JOBS = NAMES.jobs_stream(MODEL)
+GROUP = ReplicaGroup(engine="sim", replicas=2, memory_mib=1024, uses="host")
+NAME = GroupName(MODEL, GROUP.pool)
 
 
 def replaced(facts: Facts, part: str, **changes: Any) -> Facts:
@@ -44,6 +49,23 @@ def finding(facts: Facts, check: Check) -> Finding:
 
 def limited(**limits: Any) -> Known[Account]:
     return Known(Account(storage=500 << 20, memory=0, streams=9, consumers=10, limits=Limits(**limits)))
+
+
+def declared(snapshot: Snapshot, group: ReplicaGroup = GROUP) -> Facts:
+    facts = configured(healthy(), Config(models={MODEL: ModelConfig(instances=(group,))}))
+    return msgspec.structs.replace(facts, instances=Known(snapshot))
+
+
+def hosted(gib: int = 4, promised_gib: int = 0, **fields: Any) -> dict[str, HostBeat]:
+    device = Device(name="host", kind="host", total_bytes=gib << 30, promised_bytes=promised_gib << 30)
+    return {"a": HostBeat(host="a", epoch="e", devices=(device,), **fields)}
+
+
+def leased(*states: Any, generation: str = GROUP.generation, reason: str = "") -> dict[SlotName, Slot]:
+    return {
+        SlotName(NAME, generation, index): Slot(host="a", epoch="e", state=state, reason=reason)
+        for index, state in enumerate(states)
+    }
 
 
 def without_stream(facts: Facts, name: str) -> Facts:
@@ -71,6 +93,7 @@ def test_where_nothing_is_wrong_nothing_is_found() -> None:
     assert len(findings) > 15
 
 
+FAILED = {(NAME, GROUP.generation): FailedGeneration(reason="no such file", failures=3, host="a")}
 BROKEN: dict[str, tuple[Facts, Check, str]] = {
     "too old": (
         replaced(healthy(), "broker", version="2.10.29", numbers=(2, 10)),
@@ -260,6 +283,53 @@ BROKEN: dict[str, tuple[Facts, Check, str]] = {
         Check.QUEUE_PAUSED,
         "error: another 60 s, with 3 requests waiting",
     ),
+    "a paused model": (
+        configured(healthy(), Config(models={MODEL: ModelConfig(paused=True)})),
+        Check.QUEUE_PAUSED,
+        "warning: model m is paused, with 3 requests waiting",
+    ),
+    "no host agent": (declared(Snapshot()), Check.HOSTS, "error: no host agent that starts workers: 2 workers"),
+    "all host agents leave": (declared(Snapshot(hosts=hosted(is_draining=True))), Check.HOSTS, "error: draining: a"),
+    "no host agent for what follows the load": (
+        declared(Snapshot(), msgspec.structs.replace(GROUP, replicas=0, autoscale=Autoscale(min_replicas=0))),
+        Check.HOSTS,
+        "warning: 0 workers wanted, of m",
+    ),
+    "a generation that does not come up": (
+        declared(Snapshot(hosts=hosted(), failed=FAILED)),
+        Check.GENERATION_FAILED,
+        "error: on host a .* no such file; none is ready",
+    ),
+    "a generation that does not come up beside the old one": (
+        declared(Snapshot(hosts=hosted(), failed=FAILED, slots=leased("Ready", generation="old"))),
+        Check.GENERATION_FAILED,
+        "warning: no such file; 1 from before go on",
+    ),
+    "no room on any host": (
+        declared(Snapshot(hosts=hosted(promised_gib=4))),
+        Check.WORKERS_MISSING,
+        "error: 0 of 2 workers of model m, pool default are ready: no host has room for one more: 1024 MiB",
+    ),
+    "no room beside the old ones": (
+        declared(Snapshot(hosts=hosted(promised_gib=4), slots=leased("Ready", "Ready", generation="old"))),
+        Check.WORKERS_MISSING,
+        "warning: 0 of 2 workers .* 2 as declared before: no host has room",
+    ),
+    "no GPU on any host": (
+        declared(Snapshot(hosts=hosted()), ReplicaGroup(engine="sim")),
+        Check.WORKERS_MISSING,
+        "error: no host has a GPU, .* `--uses host`",
+    ),
+    "a worker that fails": (
+        declared(Snapshot(hosts=hosted(), slots=leased("Ready") | leased("Ready", "Failed", reason="out of memory"))),
+        Check.WORKERS_MISSING,
+        "warning: 1 of 2 .* out of memory (host a)",
+    ),
+    "workers that are starting": (
+        declared(Snapshot(hosts=hosted(), slots=leased("Starting", "Claimed"))),
+        Check.WORKERS_MISSING,
+        "warning: 0 of 2 .* they are starting",
+    ),
     "an empty paused queue": (
         healthy(
             consumers={MODEL: Known([consumer("gold_low_x", paused=True, pause_remaining=10**9)])},
@@ -350,6 +420,24 @@ def test_every_check_of_a_deployment_is_broken_by_one_of_these() -> None:
     of_this_machine = {Check.SETTINGS, Check.SECRETS, Check.STATE_DIR, Check.DISK, Check.OPEN_FILES}
     of_no_connection = {Check.BROKER, Check.CREDENTIAL, Check.TLS}
     assert {check for _, check, _ in BROKEN.values()} == set(Check) - of_this_machine - of_no_connection
+
+
+def test_workers_that_are_as_declared_are_well() -> None:
+    facts = declared(Snapshot(hosts=hosted(promised_gib=4), slots=leased("Ready", "Ready")))
+    assert [each for each in judge(facts) if each.severity != "ok"] == []
+    assert finding(facts, Check.HOSTS).found == "1 host agent (a) for 2 workers wanted, of m"
+    assert finding(facts, Check.WORKERS_MISSING).found == "2 workers wanted of hosts, all ready"
+
+
+def test_what_no_host_runs_is_started_by_no_other_command() -> None:
+    facts = msgspec.structs.replace(declared(Snapshot(hosts=hosted())), beats=Known([]))
+    assert "serve worker" not in finding(facts, Check.QUEUE_UNSERVED).remedy + finding(facts, Check.WORKERS).remedy
+
+
+def test_workers_of_a_paused_model_are_not_sick() -> None:
+    facts = healthy(beats=Known([beat(reason="the model is paused")]))
+    facts = configured(facts, Config(models={MODEL: ModelConfig(paused=True)}))
+    assert severity_of(judge(facts), Check.WORKER_STATE) is None
 
 
 def test_a_pool_that_lends_serves_too() -> None:

@@ -15,10 +15,11 @@ from headrace.cli.model_list import ListedPool, listed
 from headrace.cli.model_options import check_args
 from headrace.cli.model_report import changed, consequences, differences, print_changes
 from headrace.cli.rollout import rollout_of
+from headrace.discipline.fit import no_room
 from headrace.errors import ConfigError, HeadraceError
 from headrace.schemas.config import AliasConfig, AliasTarget, ModelConfig, PoolConfig
 from headrace.schemas.config_text import Entry, key_of
-from headrace.schemas.instances import FailedGeneration, GroupName, HostBeat, Scale, Slot, SlotName, SlotState
+from headrace.schemas.instances import Device, FailedGeneration, GroupName, HostBeat, Scale, Slot, SlotName, SlotState
 from headrace.schemas.replicas import Autoscale, ReplicaGroup
 from headrace.schemas.subjects import QueueName
 from headrace.schemas.workers import Heartbeat, HeldRequest, WorkerState
@@ -27,7 +28,8 @@ from tests.unit.test_cli import run
 NAME = GroupName("m", "default")
 GROUP = ReplicaGroup(engine="sim", replicas=3)
 NEXT = msgspec.structs.replace(GROUP, args=("--max-concurrency", "8"))
-HOSTS = {"h": HostBeat(host="h", epoch="e")}
+DEVICE = Device(name="GPU-1", kind="gpu", total_bytes=1 << 34)
+HOSTS = {"h": HostBeat(host="h", epoch="e", devices=(DEVICE,))}
 BOUNDS = Autoscale(min_replicas=1, max_replicas=4)
 
 
@@ -129,6 +131,10 @@ def test_another_generation_replaces_those_that_run() -> None:
     snapshot = Snapshot(hosts=HOSTS, slots=leases(GROUP, "Ready", "Ready", "Ready"))
     (line,) = consequences(NAME, GROUP, NEXT, snapshot)
     assert line == f"3 workers are replaced one by one: generation {GROUP.generation} → {NEXT.generation}"
+    begun = Snapshot(hosts=HOSTS, slots=snapshot.slots | leases(NEXT, "Claimed"))
+    assert consequences(NAME, GROUP, NEXT, begun) == [line]
+    (line,) = consequences(NAME, NEXT, GROUP, snapshot)
+    assert line.startswith("3 workers are as declared now already")
     (line,) = consequences(NAME, GROUP, NEXT, Snapshot(hosts=HOSTS))
     assert line.startswith("no worker runs now")
     assert differences(GROUP, NEXT) == [("args", "none", "--max-concurrency 8")]
@@ -198,6 +204,23 @@ def test_a_rollout_is_done_when_those_that_are_wanted_are_there_and_no_others(
     assert says in str(rollout)
 
 
+def test_a_group_that_no_host_has_room_for_says_so() -> None:
+    wide = msgspec.structs.replace(GROUP, memory_mib=1 << 20)
+    assert str(rollout_of(NAME, wide, Snapshot(hosts=HOSTS))).endswith(
+        "3 not yet placed on a host: no host has room for one more: 1048576 MiB of a GPU"
+    )
+    assert consequences(NAME, GROUP, wide, Snapshot(hosts=HOSTS))[-1].startswith("no host has room for one more")
+    on_hosts = msgspec.structs.replace(GROUP, uses="host")
+    assert (
+        no_room(on_hosts, HOSTS) == "no host lends the machine's memory, and a worker needs a host's memory of its own"
+    )
+    without = {"h": msgspec.structs.replace(HOSTS["h"], devices=())}
+    assert "no host has a GPU" in no_room(GROUP, without)
+    assert "`--uses host`" in no_room(GROUP, without)
+    draining = {"h": msgspec.structs.replace(HOSTS["h"], is_draining=True)}
+    assert no_room(GROUP, HOSTS) == no_room(wide, {}) == no_room(wide, draining) == ""
+
+
 def test_a_group_scaled_to_nothing_is_done_without_a_host() -> None:
     none = msgspec.structs.replace(GROUP, autoscale=Autoscale(min_replicas=0, max_replicas=4))
     snapshot = Snapshot(scales={NAME: Scale(replicas=0)})
@@ -263,6 +286,16 @@ def test_bounds_failures_and_aliases_are_listed() -> None:
     assert (first.failed.reason, first.failed.host, first.failed.failures) == ("no memory", "h", 3)
     assert [(each.alias, each.share) for each in first.aliases] == [("chat", 0.9)]
     assert (second.model, [(each.alias, each.share) for each in second.aliases]) == ("n@2", [("chat", 0.1)])
+
+
+def test_what_keeps_hosts_from_taking_more_is_listed() -> None:
+    config = known({"m": ModelConfig(instances=(msgspec.structs.replace(GROUP, memory_mib=1 << 20),))})
+    assert "headrace serve host" in only(listed(config, [], Snapshot(), {})).hindrance
+    assert "no host has room" in only(listed(config, [], Snapshot(hosts=HOSTS), {})).hindrance
+    config = known({"m": ModelConfig(instances=(GROUP,))})
+    leased = leases(GROUP, "Ready", "Ready", "Starting")
+    assert only(listed(config, [], Snapshot(hosts=HOSTS), {})).hindrance == ""
+    assert only(listed(config, [], Snapshot(slots=leased), {})).hindrance == ""
 
 
 # names
