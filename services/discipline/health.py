@@ -54,7 +54,7 @@ class Remedy(enum.Enum):
     RESTART = "restart"
     """Drained, its engine started again."""
     LEAVE_OUT = "leave_out"
-    """Drained, its engine stopped, and left like that until somebody starts its process again."""
+    """Drained, its engine stopped, and left like that while others of its pool are up."""
     KEEP = "keep"
     """It goes on as it is: restarts did not help, and nobody else would do its work."""
 

@@ -30,6 +30,9 @@ _RESTART_MAX_S: Final = 30.0
 _WATCH_EVERY_S: Final = 0.25
 _OWN_PAUSE_S: Final = 1.0
 _LOOK_S: Final = 0.05
+_ALONE_EVERY_S: Final = 5.0
+_NUM_ALONE: Final = 3
+"""Looks in a row by which one that was left out must see nobody else: others may be between two engine runs."""
 _SETTLE_S: Final = 15.0
 """What executions that were stopped get to say so in their jobs' logs."""
 
@@ -50,7 +53,7 @@ class Supervisor:
     """One per worker. `engine_run` counts the times that the engine was started again.
 
     `adopt` takes over what a started engine says of itself, and raises EngineError where that cannot be used.
-    `has_peers` says whether another worker of the pool is up.
+    `has_peers` says whether another worker of the pool is up; None where that is not known now.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class Supervisor:
         grace_s: float,
         adopt: Callable[[], Awaitable[None]],
         say: SayState,
-        has_peers: Callable[[], Awaitable[bool]],
+        has_peers: Callable[[], Awaitable[bool | None]],
     ) -> None:
         self._engine = engine
         self._model = model
@@ -107,8 +110,16 @@ class Supervisor:
             self._fell_ill.set()
 
     async def run(self) -> None:
-        """Start the engine again whenever it fails or is sick, until cancelled, or the worker is left out for good."""
-        while not self._is_left_out:
+        """Start the engine again whenever it fails or is sick, until cancelled.
+
+        Once it is left out only if nobody else of its pool is up: two that were left out at once each had the other.
+        """
+        while True:
+            if self._is_left_out:
+                await self._until_alone()
+                log.warning("nobody else of the pool is up; the engine is started again")
+                self._is_left_out = False
+                await self._start_again()
             async with asyncio.TaskGroup() as group:
                 failing = group.create_task(
                     until_engine_fails(self._engine, self._hangs, stall_s=self._stall_s), name="engine failure"
@@ -137,7 +148,7 @@ class Supervisor:
 
     async def _treat(self, illness: _Illness) -> None:
         now = time.monotonic()
-        what = remedy(illness.ailment, self._restarted_at, now=now, has_peers=await self._has_peers())
+        what = remedy(illness.ailment, self._restarted_at, now=now, has_peers=bool(await self._has_peers()))
         if what is Remedy.KEEP:
             log.error("%s; %d restarts did not help, and nobody else is up", illness.reason, MAX_RESTARTS)
             self._wellbeing.start_anew(self.engine_run)
@@ -163,6 +174,12 @@ class Supervisor:
         self._num_restarts += 1
         self._say("Failed", illness.reason)
         await self._start_again()
+
+    async def _until_alone(self) -> None:
+        num_alone = 0
+        while num_alone < _NUM_ALONE:
+            await asyncio.sleep(_ALONE_EVERY_S)
+            num_alone = num_alone + 1 if await self._has_peers() is False else 0
 
     async def _drain(self, why: str) -> None:
         """Take nothing more, finish what fits in the grace period, and hand the rest back, which is no fault of it."""

@@ -286,9 +286,9 @@ class Worker:
                 execution.stop("drain")
             await wait_first(self._held.became_empty, timeout_s=_STOP_AGAIN_S)
 
-    async def _has_peers(self) -> bool:
+    async def _has_peers(self) -> bool | None:
         others = await self._neighbours.of_pools((self._options.pool,))
-        return any(other.state in ("Ready", "Busy") for other in others or ())
+        return None if others is None else any(other.state in ("Ready", "Busy") for other in others)
 
     # what it can take
 

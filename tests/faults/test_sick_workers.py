@@ -16,6 +16,7 @@ from headrace.cli.http import free_port
 from headrace.errors import EngineStartError
 from headrace.monitor import health as judging
 from headrace.schemas.workers import Ailment, Heartbeat, WorkerNudge, WorkerState
+from headrace.worker import supervision
 from headrace.worker.engines.openai import OpenAIEngine, OpenAIOptions
 from headrace.worker.engines.sim import SimEngine
 from tests.deployment import MODEL, Deployment, deployment, sim, until
@@ -140,6 +141,24 @@ async def test_one_that_restarts_do_not_help_is_left_out_and_says_so(broker_url:
         text = await metrics(port)
         assert any("headrace_worker_left_out{" in line and '"sick"' in line and line.endswith(" 1.0") for line in text)
         assert 'headrace_worker_restarts_total{ailment="errs"' in "".join(text)
+
+
+async def test_one_that_was_left_out_comes_back_once_nobody_else_is_up(
+    broker_url: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "_ALONE_EVERY_S", 0.25)
+    async with deployment(broker_url, prefix) as running, asyncio.timeout(120):
+        await running.worker(sim(), worker="sick")
+        well = await running.worker(sim(), worker="well")
+        epoch = (await beat_of(running, "sick")).epoch
+        for engine_run in range(4):
+            await until(lambda: is_ready_in_run(running, "sick", engine_run))  # noqa: B023  # waited for at once
+            await nudge(running, "sick", "errs", "errs", epoch, engine_run)
+        await until(lambda: is_left_out(running, "sick"))
+        await well.stop()
+        await until(lambda: is_ready_in_run(running, "sick", 4))
+        assert not await is_left_out(running, "sick")
+        assert await running.client.complete(model=MODEL, prompt="goes on", max_tokens=2)
 
 
 async def test_the_last_of_a_pool_is_not_left_out(broker_url: str, prefix: str) -> None:
