@@ -66,7 +66,7 @@ def consequences(
         lines.append(f"{_workers(wanted)} started: generation {after.generation}")
     elif before.generation != after.generation:
         num_kept = sum(name.generation == after.generation and slot.state == "Ready" for name, slot in slots.items())
-        what = f"{_workers(num_old)} replaced one by one" if num_old else "no worker runs now"
+        what = f"{_workers(num_old)} replaced{' one by one' * (num_old > 1)}" if num_old else "no worker runs now"
         if num_kept and not num_old:
             what = f"{_workers(num_kept)} as declared now already"
         lines.append(f"{what}: generation {before.generation} → {after.generation}")

@@ -12,6 +12,7 @@ from headrace.bus.configuration import read_model
 from headrace.bus.connection import Bus
 from headrace.bus.instancelist import Snapshot, read_instances
 from headrace.cli.progress import Progress
+from headrace.cli.render import safe
 from headrace.discipline.fit import no_room
 from headrace.discipline.replicas import wanted_replicas
 from headrace.errors import HeadraceError
@@ -86,11 +87,19 @@ def rollout_of(name: GroupName, group: ReplicaGroup, snapshot: Snapshot) -> Roll
 
 
 async def follow(bus: Bus, model: str, groups: Sequence[ReplicaGroup], *, timeout_s: float) -> None:
-    """Wait until the groups are as declared, and say on stderr how far they are.
+    """Wait until the groups are as declared, and say on stderr how far they are; if interrupted, that they go on.
 
     Raises HeadraceError where a generation fails, where somebody declares something else meanwhile, and after
     `timeout_s`.
     """
+    try:
+        await _follow(bus, model, groups, timeout_s=timeout_s)
+    except asyncio.CancelledError:
+        click.echo(f"{safe(model)} stays as it is declared; `headrace models list` shows how far it is", err=True)
+        raise
+
+
+async def _follow(bus: Bus, model: str, groups: Sequence[ReplicaGroup], *, timeout_s: float) -> None:
     until = time.monotonic() + timeout_s
     with Progress() as progress:
         while True:

@@ -6,6 +6,7 @@ from typing import Final
 from headrace.bus.survey import Beat
 from headrace.doctor.facts import Facts, Known
 from headrace.doctor.finding import Check, Finding, counted, listed
+from headrace.schemas.workers import Heartbeat
 
 __all__ = ["judge_workers"]
 
@@ -58,9 +59,7 @@ def _states(live: list[Beat]) -> Iterator[Finding]:
             severity="error" if has_failed else "warning",
             found=f"worker {beat.worker} of model {beat.model} on {beat.host or 'an unknown host'} is {beat.state}: "
             f"{beat.reason or 'it says nothing more'}",
-            remedy="look at its log; it starts its engine again by itself"
-            if has_failed
-            else f"headrace status; headrace drain {beat.worker} if it stays so",
+            remedy=_what_to_do(beat),
         )
     if rest := troubled[_MAX_TOLD:]:
         yield Finding(
@@ -71,6 +70,14 @@ def _states(live: list[Beat]) -> Iterator[Finding]:
         )
     if live and not troubled:
         yield Finding(id=Check.WORKER_STATE, severity="ok", found="none has failed or complains")
+
+
+def _what_to_do(beat: Heartbeat) -> str:
+    if beat.health is not None and beat.health.is_left_out:
+        return f"look at its log and its device, then headrace drain {beat.worker} and start it again"
+    if beat.state == "Failed":
+        return "look at its log; it starts its engine again by itself"
+    return f"headrace status; headrace drain {beat.worker} if it stays so"
 
 
 def _capacity(live: list[Beat]) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 HOST_DEVICE: Final = "host"
 """Name of the machine's own memory as a device."""
 
+_MIB: Final = 1 << 20
 _RESERVE_BYTES: Final = 2 << 30
 _RESERVE_SHARE: Final = 4
 """The system keeps 2 GiB, or a quarter of a machine that has less than 8."""
@@ -41,11 +42,13 @@ def find_devices(
         shown = visible()
         found = [gpu for gpu in found if gpu.uuid in shown]
     devices = [Device(name=gpu.uuid, kind="gpu", total_bytes=gpu.total_bytes or 0) for gpu in found]
+    total = memory()
     if memory_bytes is None:
-        total = memory()
         is_lent_as_gpu = any(gpu.is_unified for gpu in found)
         total_bytes = 0 if total is None or is_lent_as_gpu else total.total_bytes
         memory_bytes = total_bytes - min(_RESERVE_BYTES, total_bytes // _RESERVE_SHARE)
+    elif total is not None and memory_bytes > total.total_bytes:
+        log.warning("%d MiB are lent of a machine that has %d MiB", memory_bytes // _MIB, total.total_bytes // _MIB)
     if memory_bytes:
         devices.append(Device(name=HOST_DEVICE, kind="host", total_bytes=memory_bytes))
     return tuple(devices)

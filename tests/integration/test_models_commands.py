@@ -108,6 +108,20 @@ class AnyText(msgspec.Struct):
     nonsense: int = 1
 
 
+async def test_who_interrupts_a_wait_is_told_that_the_declaration_stays(
+    bus: Bus, headrace: Headrace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await headrace.run("models", "add", "n", "--engine", "sim")
+    capsys.readouterr()
+    waiting = asyncio.create_task(rollout.follow(bus, "n", [await group_of(bus)], timeout_s=WITHIN_S))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert "n stays as it is declared; `headrace models list`" in capsys.readouterr().err
+    assert await group_of(bus) == ReplicaGroup(engine="sim")
+
+
 async def test_a_model_is_declared_changed_and_removed(bus: Bus, headrace: Headrace) -> None:
     declared = await headrace.run(
         "models", "add", "n", "--engine", "sim", "--replicas", "2", "--args", "--max-concurrency 4",

@@ -19,6 +19,7 @@ from headrace.schemas.config import AliasConfig, AliasTarget, Config, ModelConfi
 from headrace.schemas.instances import Device, FailedGeneration, GroupName, HostBeat, Slot, SlotName
 from headrace.schemas.overview import GoneWorker, Overview
 from headrace.schemas.replicas import Autoscale, ReplicaGroup
+from headrace.schemas.workers import WorkerHealth
 from headrace.settings import Settings
 from tests.doctored import (
     MODEL,
@@ -432,6 +433,13 @@ def test_workers_that_are_as_declared_are_well() -> None:
 def test_what_no_host_runs_is_started_by_no_other_command() -> None:
     facts = msgspec.structs.replace(declared(Snapshot(hosts=hosted())), beats=Known([]))
     assert "serve worker" not in finding(facts, Check.QUEUE_UNSERVED).remedy + finding(facts, Check.WORKERS).remedy
+
+
+def test_a_worker_that_is_left_out_is_to_be_started_again_and_another_helps_itself() -> None:
+    out = beat(state="Failed", reason="left out", health=WorkerHealth(is_left_out=True))
+    assert "headrace drain w1 and start it again" in finding(healthy(beats=Known([out])), Check.WORKER_STATE).remedy
+    failed = beat(state="Failed", reason="it died", health=WorkerHealth())
+    assert "by itself" in finding(healthy(beats=Known([failed])), Check.WORKER_STATE).remedy
 
 
 def test_workers_of_a_paused_model_are_not_sick() -> None:

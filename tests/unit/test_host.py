@@ -64,6 +64,13 @@ def test_without_a_driver_there_is_no_gpu() -> None:
     assert find_devices(GIB, gpus=none) == (Device(name="host", kind="host", total_bytes=GIB),)
 
 
+def test_memory_that_the_machine_does_not_have_is_lent_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    found(memory_bytes=16 * GIB)
+    assert not caplog.records
+    assert found(memory_bytes=17 * GIB) == (Device(name="host", kind="host", total_bytes=17 * GIB),)
+    assert "17408 MiB are lent of a machine that has 16384 MiB" in caplog.text
+
+
 def order(uses: str) -> Order:
     group = ReplicaGroup(
         engine="sim", pool="gold", args=("-o", "seed=1", "--model", "other"), uses="gpu" if uses == "gpu" else "host"

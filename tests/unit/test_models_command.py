@@ -133,6 +133,8 @@ def test_another_generation_replaces_those_that_run() -> None:
     assert line == f"3 workers are replaced one by one: generation {GROUP.generation} → {NEXT.generation}"
     begun = Snapshot(hosts=HOSTS, slots=snapshot.slots | leases(NEXT, "Claimed"))
     assert consequences(NAME, GROUP, NEXT, begun) == [line]
+    (one,) = consequences(NAME, GROUP, NEXT, Snapshot(hosts=HOSTS, slots=leases(GROUP, "Ready")))
+    assert one.startswith("1 worker is replaced: generation")
     (line,) = consequences(NAME, NEXT, GROUP, snapshot)
     assert line.startswith("3 workers are as declared now already")
     (line,) = consequences(NAME, GROUP, NEXT, Snapshot(hosts=HOSTS))
