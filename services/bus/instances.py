@@ -126,6 +126,8 @@ class InstancesView:
 
     `changed` is set at each change of what a key says; its one reader clears it. `is_fresh` says that the last reading
     succeeded. What cannot be decoded is left out. However long it could not be read, no key stays that is not there.
+    `unsure_at` is when it last could not be read, or was found to have been made anew (seconds on the monotonic clock):
+    what is missing then may be about to be written again.
     """
 
     def __init__(self, bus: Bus, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -139,6 +141,7 @@ class InstancesView:
         self._known = Snapshot()
         self.changed = asyncio.Event()
         self.is_fresh = False
+        self.unsure_at = -math.inf
 
     @property
     def slots(self) -> Mapping[SlotName, Slot]:
@@ -192,11 +195,14 @@ class InstancesView:
                 if self.is_fresh:
                     log.warning("cannot read who runs what: %s", error)
                 self.is_fresh = False
+                self.unsure_at = self._clock()
                 self._whole_at = -math.inf
 
     async def _read(self) -> None:
         now = self._clock()
         newest = await self._bucket.last_revision()
+        if newest < self._revision:
+            self.unsure_at = now
         if newest < self._revision or now - self._whole_at >= _WHOLE_EVERY_S:  # or the bucket was made anew
             await self._read_whole(newest)
             self._whole_at = now

@@ -224,9 +224,8 @@ class Agent:
 
     def _may_claim(self, now: float) -> bool:
         """Not while the broker is away, nor right after it: leases that expired meanwhile are first their holders'."""
-        if not self._instances.is_fresh:
-            self._was_away_at = now
-        return now - self._was_away_at >= self._ttl_s and not self._has_predecessors()
+        is_settled = now - max(self._was_away_at, self._instances.unsure_at) >= self._ttl_s
+        return self._instances.is_fresh and is_settled and not self._has_predecessors()
 
     async def _on_reconnect(self) -> None:
         self._was_away_at = time.monotonic()

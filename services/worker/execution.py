@@ -99,12 +99,14 @@ class Execution:
         clock: BrokerClock,
         span: Span,
         on_progress: Callable[[int], None],
+        on_fault: Callable[[], None],
         course: Course,
     ) -> None:
         self._claimed = claimed
         self._engine = engine
         self._span = span
         self._on_progress = on_progress
+        self._on_fault = on_fault
         self._course = course
         self._max_event_bytes = max_event_bytes
         self._clock = clock
@@ -357,6 +359,7 @@ class Execution:
             return await self._hand_back("engine_busy", is_fault=False, is_busy=True)
         if isinstance(failure, EngineError):
             log.warning("job %s: the engine failed: %s", self._claimed.job.job, failure)
+        self._on_fault()
         return await self._hand_back("engine_error", is_fault=True)
 
     async def _end(self, kind: Literal["failed", "expired"], refusal: Refusal) -> Outcome:

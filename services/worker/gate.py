@@ -45,7 +45,8 @@ class Gate:
     leaves again, let in or not. `on_change` is called when somebody begins or ends to wait. Above the high-water mark
     of `marks`, or while those say that the engine is silent, nobody is let in; call `look` when room was made
     otherwise. While it `is_paused`, for whatever reason, nobody is let in either, and everybody at the gate is to be
-    handed back.
+    handed back. While it is in doubt whether the engine lives, nobody is let in, and whoever was waits to begin
+    (`may_begin`).
     """
 
     def __init__(self, ledger: Ledger, *, ageing_s: float, on_change: Callable[[], None]) -> None:
@@ -57,6 +58,9 @@ class Gate:
         self._num_entered = 0
         self._is_closed = False
         self._paused_by: set[PausedBy] = set()
+        self._num_doubts = 0
+        self._is_sure = asyncio.Event()
+        self._is_sure.set()
         self._usual_need: float | None = None
         self.marks = Watermarks()
 
@@ -72,7 +76,8 @@ class Gate:
     @property
     def room(self) -> Room:
         """The worker's room now."""
-        return self._ledger.room(is_above_high_water=self.marks.is_above or self.marks.is_silent)
+        is_above = self.marks.is_above or self.marks.is_silent or self._num_doubts > 0
+        return self._ledger.room(is_above_high_water=is_above)
 
     @property
     def waiters(self) -> list[Waiter]:
@@ -157,6 +162,24 @@ class Gate:
         for waiting in self._waiting.values():
             waiting.is_in.clear()
         self.look()
+
+    def doubt(self) -> None:
+        """The engine failed a request, and may be dead: until as many calls of `trust` nobody begins."""
+        self._num_doubts += 1
+        self._is_sure.clear()
+
+    def trust(self) -> None:
+        """One doubt is settled: the engine lives, or the gate is paused by now."""
+        self._num_doubts -= 1
+        if not self._num_doubts:
+            self._is_sure.set()
+            self.look()
+            self._on_change()
+
+    async def may_begin(self) -> bool:
+        """Whether somebody who was let in may begin, once that is known; else it is to be handed back."""
+        await self._is_sure.wait()
+        return not self.is_paused
 
     def look(self) -> None:
         """Let in whoever may start now."""

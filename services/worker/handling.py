@@ -65,8 +65,8 @@ class Handler:
     `servers_of` says which pools' workers may run a pool's requests. `identity` gives this registration as an owner for
     a queue sequence; `beat_settled` waits for beats older than a number; `room_changed` is called when memory or a slot
     is freed, `refund` with a queue and tokens that it was charged for and did not use here, `undo` with those of a
-    choice that was not one; `is_full` says that nothing more starts here. Nothing it does with one message can hurt
-    another.
+    choice that was not one; `is_full` says that nothing more starts here. `settle_doubt` is awaited after each fault.
+    Nothing it does with one message can hurt another.
     `seconds_per_job` is a moving average over the jobs it ran to their end.
     """
 
@@ -87,6 +87,7 @@ class Handler:
         beat_settled: Callable[[int], Awaitable[None]],
         room_changed: Callable[[], None],
         is_full: Callable[[], bool],
+        settle_doubt: Callable[[], Awaitable[None]],
         refund: Callable[[QueueName, int], None],
         undo: Callable[[QueueName, int], None],
         leave_to_another: Callable[[Delivery], None],
@@ -104,6 +105,7 @@ class Handler:
         self._identity = identity
         self._beat_settled = beat_settled
         self._room_changed = room_changed
+        self._settle_doubt = settle_doubt
         self._refund = refund
         self._planner = Planner(engine, default_max_tokens=bus.settings.default_max_tokens)
         self._settler = Settler(
@@ -346,7 +348,11 @@ class Handler:
         """False if another event came first (back to the top)."""
         async with asyncio.timeout(self._settings.retry_for_s):
             await self._beat_settled(held.listed_in)
+        may_begin = await self._gate.may_begin()
         if held.is_void:
+            return True
+        if not may_begin:
+            await self._entrance.hand_back(held, job, 0.0)
             return True
         owner = self._identity(held.delivery.sequence)
         held.attempt = state.attempt
@@ -389,6 +395,13 @@ class Handler:
             return
         held.attempt = state.attempt
         course = self._wellbeing.begin()
+        is_in_doubt = False
+
+        def doubt() -> None:
+            nonlocal is_in_doubt
+            is_in_doubt = True
+            self._gate.doubt()
+
         held.execution = execution = Execution(
             Claimed(
                 delivery=held.delivery,
@@ -408,6 +421,7 @@ class Handler:
             clock=self._bus.clock,
             span=span,
             on_progress=lambda num_tokens: self._gate.note_progress(held, num_tokens),
+            on_fault=doubt,
             course=course,
         )
         self._served.note(landmarks(prefix_hashes(conversation_texts(plan.request))))
@@ -417,6 +431,8 @@ class Handler:
             outcome = await execution.run()
         finally:
             held.execution = None
+        if is_in_doubt:
+            await self._settle_doubt()
         if held.is_void:
             outcome = Outcome(kind=ResultKind.FORGET)
         if (ending := _ending(outcome)) in ("done", "fault"):

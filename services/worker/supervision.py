@@ -15,7 +15,7 @@ from headrace.errors import EngineError
 from headrace.lifecycle import Backoff
 from headrace.schemas.workers import Ailment, WorkerHealth, WorkerState
 from headrace.worker.engines.base import Engine
-from headrace.worker.enginewatch import EngineFailure, until_engine_fails
+from headrace.worker.enginewatch import EngineFailure, until_engine_fails, why_unhealthy
 from headrace.worker.gate import Gate
 from headrace.worker.held import HeldSet
 from headrace.worker.probe import Prober
@@ -108,6 +108,18 @@ class Supervisor:
         if self._illness is None and not self._is_left_out:
             self._illness = _Illness(ailment, reason)
             self._fell_ill.set()
+
+    async def settle_doubt(self) -> None:
+        """After a request that the engine failed, and `Gate.doubt`: trust it again once it passes its health check, or
+        is being replaced.
+
+        What began on an engine that just died would be charged with a death that it had no part in.
+        """
+        try:
+            while not self._gate.is_paused and await why_unhealthy(self._engine):
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            self._gate.trust()
 
     async def run(self) -> None:
         """Start the engine again whenever it fails or is sick, until cancelled.

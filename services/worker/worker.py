@@ -152,6 +152,7 @@ class Worker:
             beat_settled=self._heart.settled,
             room_changed=self._room_changed,
             is_full=self._is_full,
+            settle_doubt=self._supervisor.settle_doubt,
             refund=self._refund,
             undo=self._undo,
             leave_to_another=self._leave_to_another,
