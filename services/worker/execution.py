@@ -84,7 +84,7 @@ class Execution:
 
     `last_progress` is the monotonic time of the last piece from the engine, for the watchdog; `has_read_prompt` says
     whether a token came from it. `course` is told how long each took, `on_progress` at each how many tokens this
-    attempt has made.
+    attempt has made. `on_fault` is called, and `has_faulted` set, as the engine fails it.
     """
 
     def __init__(
@@ -133,6 +133,7 @@ class Execution:
         self._usage: Usage | None = None
         self._whole_response: dict[str, Any] | None = None
         self.has_read_prompt = False
+        self.has_faulted = False
         self.last_progress = time.monotonic()
 
     @property
@@ -359,6 +360,7 @@ class Execution:
             return await self._hand_back("engine_busy", is_fault=False, is_busy=True)
         if isinstance(failure, EngineError):
             log.warning("job %s: the engine failed: %s", self._claimed.job.job, failure)
+        self.has_faulted = True
         self._on_fault()
         return await self._hand_back("engine_error", is_fault=True)
 

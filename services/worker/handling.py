@@ -395,13 +395,6 @@ class Handler:
             return
         held.attempt = state.attempt
         course = self._wellbeing.begin()
-        is_in_doubt = False
-
-        def doubt() -> None:
-            nonlocal is_in_doubt
-            is_in_doubt = True
-            self._gate.doubt()
-
         held.execution = execution = Execution(
             Claimed(
                 delivery=held.delivery,
@@ -421,7 +414,7 @@ class Handler:
             clock=self._bus.clock,
             span=span,
             on_progress=lambda num_tokens: self._gate.note_progress(held, num_tokens),
-            on_fault=doubt,
+            on_fault=self._gate.doubt,
             course=course,
         )
         self._served.note(landmarks(prefix_hashes(conversation_texts(plan.request))))
@@ -429,9 +422,13 @@ class Handler:
         began = time.monotonic()
         try:
             outcome = await execution.run()
+        except BaseException:
+            if execution.has_faulted:
+                self._gate.trust()
+            raise
         finally:
             held.execution = None
-        if is_in_doubt:
+        if execution.has_faulted:
             await self._settle_doubt()
         if held.is_void:
             outcome = Outcome(kind=ResultKind.FORGET)
