@@ -99,6 +99,16 @@ def fold(events: Iterable[Event]) -> JobState:
     return state
 
 
+def tells_all(last: Event) -> bool:
+    """Whether a job's last event alone says what a claim depends on: folded, it gives the same state as the whole log.
+
+    So it does where it is the first, and where the first attempt was requeued: that attempt began at the first token,
+    and no other could have been lost. What such a state lacks are the body's hash, the model and the queue message, and
+    it is not whole.
+    """
+    return last.kind == "accepted" or (last.kind == "requeued" and last.attempt == 2 and last.reason != FALLBACK)
+
+
 def step(state: JobState, event: Event) -> JobState:
     """The state after a later event; `is_whole` turns False where others lie between."""
     follows = event.last_sequence is None or event.last_sequence == state.sequence

@@ -163,9 +163,9 @@ class WorkerNudge(msgspec.Struct, frozen=True, kw_only=True):
 
     Sent by whoever cancelled a job (`cancelled`), by operators (`drain`), and by whoever has a job that this worker
     would start at once (`wake`, with the consumer to fetch it from). Monitors tell every worker of a pool of requests
-    that lost their worker (`interrupted`, with the consumer and how many), since a full one hears no wake; and a sick
-    one to start its engine again (`restart`, with the ailment, the reason, and the registration and engine run that
-    were judged: of another it is void, so that several may say it).
+    that lost their worker (`interrupted`, with the consumer, how many, and how many of them are its share if all have
+    room), since a full one hears no wake; and a sick one to start its engine again (`restart`, with the ailment, the
+    reason, and the registration and engine run that were judged: of another it is void, so that several may say it).
     """
 
     kind: Literal["cancelled", "drain", "evicted", "wake", "interrupted", "restart"]
@@ -173,6 +173,7 @@ class WorkerNudge(msgspec.Struct, frozen=True, kw_only=True):
     job: str | None = None
     consumer: str | None = None
     number: int = 0
+    share: int = 0
     ailment: Ailment | None = None
     reason: str = ""
     epoch: str = ""

@@ -372,9 +372,11 @@ class JobQueue:
         nudge = WorkerNudge(kind="wake", consumer=queue.consumer)
         await self._bus.publish(self._bus.names.ctl(worker), msgspec.json.encode(nudge))
 
-    async def tell_interrupted(self, worker: str, queue: QueueName, number: int) -> None:
-        """Tell a worker that so many messages stand at the queue's head that were running before; a hint."""
-        nudge = WorkerNudge(kind="interrupted", consumer=queue.consumer, number=number)
+    async def tell_interrupted(self, worker: str, queue: QueueName, number: int, *, share: int = 0) -> None:
+        """Tell a worker that so many messages stand at the queue's head that were running before, and how many of them
+        are its share; a hint.
+        """
+        nudge = WorkerNudge(kind="interrupted", consumer=queue.consumer, number=number, share=share)
         await self._bus.publish(self._bus.names.ctl(worker), msgspec.json.encode(nudge))
 
     async def oldest_waiting_at(self, queue: QueueName) -> float | None:

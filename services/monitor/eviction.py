@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -160,8 +161,9 @@ class Evictor:
             await job_queue.nak_on_behalf(queue, sequence, progress)
             await job_queue.wake(queue, {})
         if number := self.num_handed_back - num_before:
-            for worker in self._peers(model, queue.pool):
-                await job_queue.tell_interrupted(worker, queue, number)
+            peers = list(self._peers(model, queue.pool))
+            for worker in peers:
+                await job_queue.tell_interrupted(worker, queue, number, share=math.ceil(number / len(peers)))
 
     async def requeue(self, tenant: str, job: str, state: JobState, remedied: Remedied, *, reason: str) -> bool:
         """Append `requeued` as judged; False if another event came first."""

@@ -19,11 +19,11 @@ from headrace.errors import BrokerError
 from headrace.schemas import events
 from headrace.schemas.conversation import conversation_texts
 from headrace.schemas.endings import deadline_exceeded, faults_exhausted, queue_timeout
-from headrace.schemas.events import Event, Owner
+from headrace.schemas.events import Owner
 from headrace.schemas.handover import standing
 from headrace.schemas.jobs import Job
 from headrace.schemas.refusals import Refusal
-from headrace.schemas.states import JobState, fold
+from headrace.schemas.states import JobState
 from headrace.schemas.subjects import QueueName
 from headrace.telemetry import Span, Step, job_attributes, step_span
 from headrace.telemetry.names import EVENT_REQUEUED, HEADRACE_REASON
@@ -38,6 +38,7 @@ from headrace.worker.held import Held, HeldSet
 from headrace.worker.neighbours import Neighbours
 from headrace.worker.planning import NotNow, Plan, Planner
 from headrace.worker.puller import is_fresh
+from headrace.worker.reading import LogReader, Read
 from headrace.worker.settling import Settler
 from headrace.worker.wellbeing import Wellbeing
 
@@ -47,10 +48,6 @@ log = logging.getLogger(__name__)
 
 _MAX_REFUSED: Final = 8
 """Refused appends that send us back to the top before the message is dropped."""
-_MAX_READS: Final = 8
-"""Logs read at a time: of many jobs that come at once the first runs while the last is read, as they came."""
-_HOLE_READS: Final = 10
-_HOLE_PAUSE_S: Final = 0.2
 _FIRST_RETRY_S: Final = 0.5
 _BUSY_RETRY_S: Final = 0.25
 _MAX_RETRY_S: Final = 30.0
@@ -136,7 +133,7 @@ class Handler:
             room_changed=room_changed,
             undo=undo,
         )
-        self._reading = asyncio.Semaphore(_MAX_READS)
+        self._reader = LogReader(self._log)
         self.seconds_per_job: float | None = None
 
     def hold(self, delivery: Delivery) -> Held | None:
@@ -216,9 +213,8 @@ class Handler:
         may_leave = True
         num_refused = 0
         while num_refused < _MAX_REFUSED and not held.is_void:
-            async with self._reading:
-                read = await self._log.history(job.tenant, job.job, is_likely_started=held.delivery.num_delivered > 1)
-            state = fold(read)
+            read = await self._reader.before_claim(job)
+            state = read.state
             decision = await self._decide(held, job, state)
             if decision.action is Action.RUN or decision.action is Action.CLAIM:
                 if may_leave and not state.was_started and await self._asides.leaves(held, job):
@@ -241,9 +237,9 @@ class Handler:
                 if entry is Entry.AGAIN:
                     continue
                 if decision.action is Action.RUN:
-                    await self._run(held, job, plan, state, read, span)
+                    await self._run(held, job, plan, read, span)
                     return
-                if await self._claim_and_run(held, job, plan, state, read, span):
+                if await self._claim_and_run(held, job, plan, read, span):
                     return
                 self._gate.leave(held)
             elif await self._without_running(held, job, state, decision, span):
@@ -335,17 +331,16 @@ class Handler:
                 max_faults=self._settings.max_attempts,
                 fits=True,
                 is_running_here=any(_has(entry, state) for entry in others),
-                is_another_body=bool(state.body_hash) and state.body_hash != job.body_hash,
+                is_another_body=_is_another_body(state, job),
                 standing=standing(state, job),
                 has_fallback=job.fallback is not None,
                 owner_seen=owner_seen,
             )
         )
 
-    async def _claim_and_run(
-        self, held: Held, job: Job, plan: Plan, state: JobState, read: list[Event], span: Span
-    ) -> bool:
+    async def _claim_and_run(self, held: Held, job: Job, plan: Plan, read: Read, span: Span) -> bool:
         """False if another event came first (back to the top)."""
+        state = read.state
         async with asyncio.timeout(self._settings.retry_for_s):
             await self._beat_settled(held.listed_in)
         may_begin = await self._gate.may_begin()
@@ -373,9 +368,6 @@ class Handler:
         if state.attempt == 1:
             waited_s = max(0.0, self._bus.clock.now() - job.accepted_at)
             metrics.QUEUE_WAIT_S.observe(waited_s, metrics.model_label(job.model), held.delivery.queue.lane)
-        claimed = msgspec.structs.replace(
-            state, state="running", owner=owner, sequence=result.sequence, last=started, was_started=True
-        )
         step_span(
             Step.WAIT,
             job.model,
@@ -383,16 +375,21 @@ class Handler:
             attributes=self._attributes(held.delivery, job),
             start_time_ns=int(self._bus.clock.to_local(job.accepted_at) * 1e9),
         ).end()
-        await self._run(held, job, plan, claimed, [*read, started], span)
+        await self._run(held, job, plan, read.with_claim(started), span)
         return True
 
-    async def _run(self, held: Held, job: Job, plan: Plan, state: JobState, read: list[Event], span: Span) -> None:
-        assert state.owner is not None
-        history = await self._history(job, state, read) if state.num_tokens or state.attempt > 1 else ()
+    async def _run(self, held: Held, job: Job, plan: Plan, claimed: Read, span: Span) -> None:
+        """Run what is claimed, from where the log says that it stands."""
+        history = await self._reader.history(job, claimed)
         if history is None:
             refusal = Refusal(code="stream_gap", message="the log of the job has a hole; it cannot be continued")
-            await self._settler.end(held, job, state, refusal, span)
+            await self._settler.end(held, job, claimed.state, refusal, span)
             return
+        state = history.state
+        if _is_another_body(state, job):
+            await self._requeue(held, job, state, None, span)
+            return
+        assert state.owner is not None
         held.attempt = state.attempt
         course = self._wellbeing.begin()
         held.execution = execution = Execution(
@@ -402,7 +399,7 @@ class Handler:
                 request=plan.request,
                 owner=state.owner,
                 state=state,
-                history=history,
+                history=history.events,
                 num_prompt_tokens=plan.num_prompt_tokens,
                 max_tokens=plan.max_tokens,
             ),
@@ -458,20 +455,6 @@ class Handler:
             delay_s = min(_FIRST_RETRY_S * 2 ** len(state.faults), _MAX_RETRY_S)
         await self._entrance.hand_back(held, job, delay_s)
 
-    async def _history(self, job: Job, state: JobState, read: list[Event]) -> tuple[Event, ...] | None:
-        """All events up to our own `started`, whole; None where the log has a hole that stays.
-
-        `read` is what was read before the claim, and the claim. The broker took that only because what was read before
-        it ends with the job's last event, so one read is enough, unless it came with a hole (ADR 15).
-        """
-        history = read
-        for number in range(_HOLE_READS + 1):
-            if fold(history).is_whole and any(event.sequence == state.sequence for event in history):
-                return tuple(history)
-            await asyncio.sleep(_HOLE_PAUSE_S if number else 0)
-            history = await self._log.read(job.tenant, job.job)
-        return None
-
     def _note_service_time(self, seconds: float) -> None:
         known = self.seconds_per_job
         self.seconds_per_job = seconds if known is None else known + _SERVICE_TIME_WEIGHT * (seconds - known)
@@ -495,6 +478,11 @@ def _ending(outcome: Outcome) -> str:
     if outcome.kind is ResultKind.SETTLED:
         return outcome.event.kind if outcome.event is not None else "ended"
     return "fault" if outcome.is_fault else "handed_back"
+
+
+def _is_another_body(state: JobState, job: Job) -> bool:
+    """Whether the message is another request under the job's id; as far as the log was read."""
+    return bool(state.body_hash) and state.body_hash != job.body_hash
 
 
 def _has(held: Held, state: JobState) -> bool:

@@ -104,6 +104,7 @@ class Puller:
         self._waiting: dict[QueueName, int] = {}
         self._woken: dict[QueueName, int] = {}
         self._interrupted: dict[QueueName, int] = {}
+        self._shared: dict[QueueName, int] = {}
         self._heads: dict[QueueName, tuple[float, float | None]] = {}
         self._looked_at: dict[QueueName, float] = {}
         self._left_until: dict[QueueName, float] = {}
@@ -138,11 +139,15 @@ class Puller:
         else:
             await self._queue.wake(queue, {HDR_PASSED: "1"})
 
-    def note_interrupted(self, queue: QueueName, number: int) -> None:
-        """So many requests that were running before stand at the head of the queue: they come before other queues."""
+    def note_interrupted(self, queue: QueueName, number: int, *, share: int = 0) -> None:
+        """So many requests that were running before stand at the head of the queue: they come before other queues.
+
+        `share` of them are for this worker to fetch, at once where it has the room.
+        """
         is_known = queue in self._waiting or len(self._interrupted) < _MAX_INTERRUPTED_QUEUES
         if is_known and number > 0 and queue.pool == self._pool:
             self._interrupted[queue] = min(_MAX_INTERRUPTED, self._interrupted.get(queue, 0) + number)
+            self._shared[queue] = min(_MAX_INTERRUPTED, self._shared.get(queue, 0) + max(0, share))
 
     def refund(self, queue: QueueName, tokens: int) -> None:
         """Of a job fetched from the queue these went unused: it ended early, or went to another worker."""
@@ -310,13 +315,18 @@ class Puller:
         self.look()
 
     def _forget_interrupted(self, queue: QueueName, number: int) -> None:
-        num_left = self._interrupted.pop(queue, 0) - number
-        if num_left > 0:
-            self._interrupted[queue] = num_left
+        for noted in (self._interrupted, self._shared):
+            num_left = noted.pop(queue, 0) - number
+            if num_left > 0:
+                noted[queue] = num_left
 
     def _limit(self, queue: QueueName, batch: int) -> int:
-        """As many as we were woken for, since each wake goes to one worker; else twice as many as came at last."""
-        wanted = min(max(batch, self._woken.get(queue, 0)), _MAX_BATCH) if not self._standby.is_parked else 1
+        """As many as are meant for us: each wake goes to one worker, and of what was interrupted we are told our share.
+        Else twice as many as came at last.
+        """
+        if self._standby.is_parked:
+            return 1
+        wanted = min(max(batch, self._woken.get(queue, 0), self._shared.get(queue, 0)), _MAX_BATCH)
         return max(1, self._num_fetchable(wanted)) if wanted > 1 else 1
 
     def _views(self, pool: str) -> Iterator[QueueView]:

@@ -484,7 +484,7 @@ class Worker:
         elif nudge.kind == "interrupted":
             queue = QueueName.from_consumer(nudge.consumer or "")
             if queue is not None:
-                self._puller.note_interrupted(queue, nudge.number)
+                self._puller.note_interrupted(queue, nudge.number, share=nudge.share)
         elif nudge.kind == "restart":
             is_ours = (nudge.epoch, nudge.engine_run) == (self._heart.epoch, self._supervisor.engine_run)
             if is_ours and nudge.ailment is not None and self._is_up():

@@ -58,8 +58,12 @@ class Membership:
     """Of the wake group."""
 
 
-def played(waiting: dict[QueueName, int], *, room: int, wakes: int) -> tuple[Queues, list[Delivery]]:
-    """One round of a worker with so much room after so many wakes for `NORMAL`."""
+def played(
+    waiting: dict[QueueName, int], *, room: int, wakes: int, interrupted: tuple[int, int] = (0, 0)
+) -> tuple[Queues, list[Delivery]]:
+    """One round of a worker with so much room after so many wakes for `NORMAL`, where so many were `interrupted`, of
+    which so many are its share.
+    """
     queues = Queues(waiting, room)
     taken: list[Delivery] = []
 
@@ -95,6 +99,7 @@ def played(waiting: dict[QueueName, int], *, room: int, wakes: int) -> tuple[Que
         puller._waiting = dict.fromkeys(waiting, 0)
         for _ in range(wakes):
             await puller.wake(NORMAL)
+        puller.note_interrupted(NORMAL, interrupted[0], share=interrupted[1])
         async with asyncio.timeout(10):
             await puller._round()
 
@@ -120,6 +125,22 @@ def test_what_was_announced_is_fetched_together() -> None:
     queues, taken = played({NORMAL: 10}, room=50, wakes=10)
     assert len(taken) == 10
     assert queues.asked[0] == (10, 50)
+
+
+def test_its_share_of_what_was_interrupted_is_fetched_together() -> None:
+    """Its first wake may be taken for the job that a parked pull brings, and then says nothing of the others."""
+    queues, taken = played({NORMAL: 10}, room=50, wakes=1, interrupted=(10, 5))
+    assert [limit for limit, _ in queues.asked][:2] == [5, 10]
+    assert len(taken) == 10
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(0, 20000), st.integers(-5, 20000))
+def test_whatever_share_it_is_told_no_fetch_is_larger_than_its_room(
+    num_waiting: int, room: int, number: int, share: int
+) -> None:
+    queues, taken = played({NORMAL: num_waiting}, room=room, wakes=1, interrupted=(number, share))
+    assert all(limit <= min(free, MAX_BATCH) for limit, free in queues.asked)
+    assert len(taken) == min(num_waiting, room)
 
 
 def test_without_wakes_each_fetch_that_was_filled_doubles_the_next() -> None:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.schemas import states
-from headrace.schemas.events import EVENT_KINDS, Event, EventKind, Owner, requeued
-from headrace.schemas.states import TERMINAL, TRANSITIONS, JobState, Loss, State, fold, next_state
+from headrace.schemas.events import EVENT_KINDS, Event, EventKind, Owner, handed_over, requeued
+from headrace.schemas.states import TERMINAL, TRANSITIONS, JobState, Loss, State, fold, next_state, tells_all
 
 STATES: tuple[State, ...] = get_args(State)
 ENDS = {"done", "failed", "cancelled", "expired"}
@@ -124,6 +124,31 @@ def test_fold_of_a_legal_log(log: list[Event]) -> None:
     if told.owner is not None:
         assert told.owner == [entry.owner for entry in log if entry.kind == "started"][-1]
         assert told.queue_sequence == told.owner.queue_sequence
+
+
+_LACKING = {"body_hash": "", "model": "", "queue_sequence": None, "is_whole": True}
+"""What a last event need not say of a job."""
+
+
+@given(legal_logs())
+def test_a_last_event_that_tells_all_says_what_the_whole_log_says(log: list[Event]) -> None:
+    for size, last in enumerate(log, start=1):
+        if tells_all(last):
+            told, whole = (msgspec.structs.replace(fold(read), **_LACKING) for read in ([last], log[:size]))
+            assert told == whole
+
+
+@given(legal_logs())
+def test_only_a_job_that_never_started_or_lost_its_first_attempt_is_told_by_its_last_event(log: list[Event]) -> None:
+    for size, last in enumerate(log, start=1):
+        kinds = [entry.kind for entry in log[:size]]
+        is_first_loss = last.kind == "requeued" and kinds.count("requeued") == 1
+        assert tells_all(last) == (kinds == ["accepted"] or is_first_loss)
+
+
+def test_what_a_fallback_took_over_is_not_told_by_its_last_event() -> None:
+    over = handed_over("j", attempt=2, model="other", queue_sequence=3, body_hash="h")
+    assert not tells_all(over)
 
 
 @given(legal_logs().filter(lambda log: len(log) > 1), st.data())
