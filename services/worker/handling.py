@@ -356,7 +356,8 @@ class Handler:
             owner,
             attempt=state.attempt,
             offset=state.num_tokens,
-            body_hash=job.body_hash,
+            # Once the log names a body, ours must not stand for it before they were compared.
+            body_hash="" if state.was_started else job.body_hash,
             model=job.model,
         )
         result = await self._settler.writer(job, state).append(event)
