@@ -78,7 +78,8 @@ class RequeuedBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Body of `requeued`: the attempt that comes next; `lost` names the owner if that was a fault, `num_made` counts
     the tokens of the attempt that came to an end, where the job does not stream them.
 
-    With the reason `fallback`, `model` and `sequence` name whose the job is now, and its queue message there.
+    `model` and `sequence` name whose the job is and its queue message there: with the reason `fallback` from now on,
+    else those of the attempt that came to an end, where its writer knows them.
     """
 
     attempt: int
@@ -219,9 +220,12 @@ def requeued(
     lost: Owner | None,
     by: Owner | None = None,
     num_made: int = 0,
+    model: str = "",
+    queue_sequence: int | None = None,
 ) -> Event:
     """The job goes back to its queue; `attempt` is the next one, `lost` the owner if that was a fault, `num_made` the
-    tokens that the attempt made and did not send.
+    tokens that the attempt made and did not send. `queue_sequence` is the message it ran from, in `model`'s queue; to
+    be given only where that is certain, since whoever has that message takes its body for the job's.
 
     However many see a worker or an engine die, that is one fault. A fault that its own worker reports (an engine that
     erred and lives on) counts anew with each attempt, or a job that always fails there would be tried for ever.
@@ -229,16 +233,21 @@ def requeued(
     fault = lost.fault_id if lost is not None else None
     if fault is not None and lost is not None and lost.is_same(by):
         fault = f"{fault}/{attempt - 1}"
+    body = RequeuedBody(
+        attempt=attempt, reason=reason, lost=fault, num_made=num_made, model=model, sequence=queue_sequence
+    )
     return Event(
         kind="requeued",
         job=job,
         attempt=attempt,
         offset=offset,
-        data=msgspec.json.encode(RequeuedBody(attempt=attempt, reason=reason, lost=fault, num_made=num_made)),
+        data=msgspec.json.encode(body),
         owner=by,
         lost=fault,
         reason=reason,
         num_made=num_made,
+        model=model,
+        queue_sequence=queue_sequence,
     )
 
 

@@ -103,8 +103,8 @@ def tells_all(last: Event) -> bool:
     """Whether a job's last event alone says what a claim depends on: folded, it gives the same state as the whole log.
 
     So it does where it is the first, and where the first attempt was requeued: that attempt began at the first token,
-    and no other could have been lost. What such a state lacks are the body's hash, the model and the queue message, and
-    it is not whole.
+    and no other could have been lost. What such a state lacks is the body's hash, and that it is whole; the model and
+    the queue message it names where whoever wrote the event knew them.
     """
     return last.kind == "accepted" or (last.kind == "requeued" and last.attempt == 2 and last.reason != FALLBACK)
 

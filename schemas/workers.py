@@ -14,14 +14,18 @@ Ailment = Literal["errs", "slow", "memory", "probe"]
 or its engine does not answer a probe."""
 
 
-class HeldRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request a worker holds: its queue message (consumer and stream sequence), and which attempt of which job."""
+class HeldRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One request a worker holds: its queue message (consumer and stream sequence), and which attempt of which job.
+
+    `has_claimed`: that attempt's `started`, for this message, is in the log.
+    """
 
     consumer: str
     sequence: int
     tenant: str
     job: str
     attempt: int
+    has_claimed: bool = False
 
 
 class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):

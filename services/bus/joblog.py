@@ -86,7 +86,7 @@ class JobLog:
 
     async def last(self, tenant: str, job: str) -> Event | None:
         """The last event, None for an empty log. On a replicated stream it may be a moment old."""
-        stream, subject = self._stream(job), self._names.log(tenant, job)
+        stream, subject = self.stream_of(job), self._names.log(tenant, job)
         reply = await self._bus.request(f"$JS.API.DIRECT.GET.{stream}.{subject}")
         status = (reply.headers or {}).get("Status")
         if status is not None and status != "404":
@@ -100,7 +100,7 @@ class JobLog:
         """
         of_stream: dict[str, list[str]] = {}
         for tenant, job in jobs:
-            of_stream.setdefault(self._stream(job), []).append(self._names.log(tenant, job))
+            of_stream.setdefault(self.stream_of(job), []).append(self._names.log(tenant, job))
         found: dict[tuple[str, str], Event] = {}
         for stream, names in of_stream.items():
             for message in await multi_last(self._bus, stream, *names):
@@ -114,7 +114,7 @@ class JobLog:
         """The last event by the stream's leader, so never an old one; None for an empty log."""
         payload = {"last_by_subj": self._names.log(tenant, job)}
         try:
-            data = await self._bus.api(f"STREAM.MSG.GET.{self._stream(job)}", payload)
+            data = await self._bus.api(f"STREAM.MSG.GET.{self.stream_of(job)}", payload)
         except ApiRefused as refused:
             if refused.err_code == ERR_MESSAGE_NOT_FOUND:
                 return None
@@ -126,24 +126,17 @@ class JobLog:
     async def read(self, tenant: str, job: str, *, from_sequence: int = 1) -> list[Event]:
         """All events from a sequence on, in order."""
         messages = await batch_get(
-            self._bus, self._stream(job), self._names.log(tenant, job), from_sequence=from_sequence
+            self._bus, self.stream_of(job), self._names.log(tenant, job), from_sequence=from_sequence
         )
         events = [event_of_direct_get(message) for message in messages]
         return [event for event in events if event is not None]
 
     async def state(self, tenant: str, job: str) -> JobState:
-        """What the log says, from all of it."""
-        return fold(await self.history(tenant, job))
-
-    async def history(self, tenant: str, job: str, *, is_likely_started: bool = False) -> list[Event]:
-        """All events, in order. One read where the job never started, which is nearly always, or is likely to have."""
-        if not is_likely_started:
-            last = await self.last(tenant, job)
-            if last is None:
-                return []
-            if last.kind == "accepted":  # only ever appended to an empty log
-                return [last]
-        return await self.read(tenant, job)
+        """What the log says, from all of it. One read where the job never started, which is nearly always."""
+        last = await self.last(tenant, job)
+        if last is None or last.kind == "accepted":  # which is only ever appended to an empty log
+            return fold([last] if last is not None else [])
+        return fold(await self.read(tenant, job))
 
     async def deliver(
         self, tenant: str, job: str, inbox: str, *, from_sequence: int = 1, after_s: float = 0.0
@@ -170,7 +163,7 @@ class JobLog:
         }
         if after_s:
             config["pause_until"] = format_time(self._bus.clock.now() + after_s)
-        stream = self._stream(job)
+        stream = self.stream_of(job)
         try:
             data = await self._bus.api(
                 f"CONSUMER.CREATE.{stream}.{name}.{subject}",
@@ -184,7 +177,7 @@ class JobLog:
 
     async def send_last(self, tenant: str, job: str, inbox: str) -> None:
         """Have the broker send the last event to an inbox, or a status 404, as it answers `last`."""
-        await self._bus.publish(f"$JS.API.DIRECT.GET.{self._stream(job)}.{self._names.log(tenant, job)}", reply=inbox)
+        await self._bus.publish(f"$JS.API.DIRECT.GET.{self.stream_of(job)}.{self._names.log(tenant, job)}", reply=inbox)
 
     async def send(self, tenant: str, job: str, inbox: str, *, from_sequence: int) -> None:
         """Have the broker send events from a sequence on to an inbox, as one batched answer."""
@@ -194,13 +187,13 @@ class JobLog:
             "seq": max(from_sequence, 1),
             "next_by_subj": self._names.log(tenant, job),
         }
-        subject = f"$JS.API.DIRECT.GET.{self._stream(job)}"
+        subject = f"$JS.API.DIRECT.GET.{self.stream_of(job)}"
         await self._bus.publish(subject, msgspec.json.encode(payload), reply=inbox)
 
     async def stop_delivery(self, job: str, name: str) -> None:
         """Remove a consumer made by `deliver`; fine if it is gone already."""
         try:
-            await self._bus.api(f"CONSUMER.DELETE.{self._stream(job)}.{name}")
+            await self._bus.api(f"CONSUMER.DELETE.{self.stream_of(job)}.{name}")
         except ApiRefused as refused:
             if refused.err_code != ERR_CONSUMER_NOT_FOUND:
                 raise BrokerUnavailableError(f"cannot remove consumer {name}: {refused}") from None
@@ -209,12 +202,13 @@ class JobLog:
         """Drop all events but the last; only ever of a job that ended, so that late readers find the whole answer."""
         try:
             await self._bus.api(
-                f"STREAM.PURGE.{self._stream(job)}", {"filter": self._names.log(tenant, job), "keep": 1}
+                f"STREAM.PURGE.{self.stream_of(job)}", {"filter": self._names.log(tenant, job), "keep": 1}
             )
         except ApiRefused as refused:
             raise BrokerUnavailableError(f"cannot purge the log of job {job}: {refused}") from None
 
-    def _stream(self, job: str) -> str:
+    def stream_of(self, job: str) -> str:
+        """The stream that has a job's log: one of several that share the jobs."""
         return self._names.log_stream(self._names.shard_of(job))
 
 

@@ -165,10 +165,26 @@ class Evictor:
             for worker in peers:
                 await job_queue.tell_interrupted(worker, queue, number, share=math.ceil(number / len(peers)))
 
-    async def requeue(self, tenant: str, job: str, state: JobState, remedied: Remedied, *, reason: str) -> bool:
-        """Append `requeued` as judged; False if another event came first."""
+    async def requeue(
+        self,
+        tenant: str,
+        job: str,
+        state: JobState,
+        remedied: Remedied,
+        *,
+        reason: str,
+        model: str = "",
+        queue_sequence: int | None = None,
+    ) -> bool:
+        """Append `requeued` as judged; False if another event came first. `model` and the rest are as it takes them."""
         event = events.requeued(
-            job, attempt=state.attempt + 1, offset=state.num_tokens, reason=reason, lost=remedied.lost
+            job,
+            attempt=state.attempt + 1,
+            offset=state.num_tokens,
+            reason=reason,
+            lost=remedied.lost,
+            model=model,
+            queue_sequence=queue_sequence,
         )
         ttl_s = state.ttl_s or self._bus.settings.max_deadline_s + self._bus.settings.log_retention_s
         return isinstance(await self._log.append(tenant, event, expected=state.sequence, ttl_s=ttl_s), Stored)
@@ -194,7 +210,16 @@ class Evictor:
                 remedied = judge_listed(state, worker=beat.worker, epoch=beat.epoch)
                 if remedied.remedy is not Remedy.REQUEUE:
                     return remedied.remedy is Remedy.HAND_BACK
-                if await self.requeue(held.tenant, held.job, state, remedied, reason="worker_lost"):
+                has_run = held.has_claimed and held.attempt == state.attempt  # from this message, and from no other
+                if await self.requeue(
+                    held.tenant,
+                    held.job,
+                    state,
+                    remedied,
+                    reason="worker_lost",
+                    model=beat.model if has_run else "",
+                    queue_sequence=held.sequence if has_run else None,
+                ):
                     return True
         except BrokerError as error:
             log.warning("job %s of worker %s is left to its ack wait: %s", held.job, beat.worker, error)

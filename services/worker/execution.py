@@ -387,6 +387,8 @@ class Execution:
             lost=claimed.owner if is_fault else None,
             by=claimed.owner,
             num_made=0 if claimed.request.stream else self._num_made,
+            model=claimed.job.model,
+            queue_sequence=claimed.delivery.sequence,
         )
         result = await self._writer.append(event)
         if not isinstance(result, Appended):

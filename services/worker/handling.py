@@ -133,7 +133,7 @@ class Handler:
             room_changed=room_changed,
             undo=undo,
         )
-        self._reader = LogReader(self._log)
+        self._reader = LogReader(self._log, retry_for_s=bus.settings.retry_for_s)
         self.seconds_per_job: float | None = None
 
     def hold(self, delivery: Delivery) -> Held | None:
@@ -213,7 +213,7 @@ class Handler:
         may_leave = True
         num_refused = 0
         while num_refused < _MAX_REFUSED and not held.is_void:
-            read = await self._reader.before_claim(job)
+            read = await self._reader.before_claim(job, held.delivery.sequence)
             state = read.state
             decision = await self._decide(held, job, state)
             if decision.action is Action.RUN or decision.action is Action.CLAIM:
@@ -236,10 +236,8 @@ class Handler:
                     return
                 if entry is Entry.AGAIN:
                     continue
-                if decision.action is Action.RUN:
-                    await self._run(held, job, plan, read, span)
-                    return
-                if await self._claim_and_run(held, job, plan, read, span):
+                go = self._run if decision.action is Action.RUN else self._claim_and_run
+                if await go(held, job, plan, read, span):
                     return
                 self._gate.leave(held)
             elif await self._without_running(held, job, state, decision, span):
@@ -331,7 +329,7 @@ class Handler:
                 max_faults=self._settings.max_attempts,
                 fits=True,
                 is_running_here=any(_has(entry, state) for entry in others),
-                is_another_body=_is_another_body(state, job),
+                is_another_body=bool(state.body_hash) and state.body_hash != job.body_hash,
                 standing=standing(state, job),
                 has_fallback=job.fallback is not None,
                 owner_seen=owner_seen,
@@ -350,14 +348,13 @@ class Handler:
             await self._entrance.hand_back(held, job, 0.0)
             return True
         owner = self._identity(held.delivery.sequence)
-        held.attempt = state.attempt
+        held.attempt, held.has_claimed = state.attempt, False
         event = events.started(
             job.job,
             owner,
             attempt=state.attempt,
             offset=state.num_tokens,
-            # Once the log names a body, ours must not stand for it before they were compared.
-            body_hash="" if state.was_started else job.body_hash,
+            body_hash=job.body_hash,
             model=job.model,
         )
         result = await self._settler.writer(job, state).append(event)
@@ -365,7 +362,7 @@ class Handler:
             return True
         if not isinstance(result, Appended):
             return False
-        started = msgspec.structs.replace(event, sequence=result.sequence)
+        started = msgspec.structs.replace(event, sequence=result.sequence, last_sequence=state.sequence)
         if state.attempt == 1:
             waited_s = max(0.0, self._bus.clock.now() - job.accepted_at)
             metrics.QUEUE_WAIT_S.observe(waited_s, metrics.model_label(job.model), held.delivery.queue.lane)
@@ -376,22 +373,24 @@ class Handler:
             attributes=self._attributes(held.delivery, job),
             start_time_ns=int(self._bus.clock.to_local(job.accepted_at) * 1e9),
         ).end()
-        await self._run(held, job, plan, read.with_claim(started), span)
-        return True
+        return await self._run(held, job, plan, read.with_claim(started), span)
 
-    async def _run(self, held: Held, job: Job, plan: Plan, claimed: Read, span: Span) -> None:
-        """Run what is claimed, from where the log says that it stands."""
+    async def _run(self, held: Held, job: Job, plan: Plan, claimed: Read, span: Span) -> bool:
+        """Run what is claimed, from where the log says that it stands. False if another event came after the claim."""
+        held.attempt, held.has_claimed = claimed.state.attempt, True
         history = await self._reader.history(job, claimed)
+        if held.is_void:
+            return True
         if history is None:
             refusal = Refusal(code="stream_gap", message="the log of the job has a hole; it cannot be continued")
-            await self._settler.end(held, job, claimed.state, refusal, span)
-            return
+            return await self._settler.end(held, job, claimed.state, refusal, span)
+        if history.is_overtaken:
+            return False
         state = history.state
-        if _is_another_body(state, job):
-            await self._requeue(held, job, state, None, span)
-            return
         assert state.owner is not None
-        held.attempt = state.attempt
+        if not await self._gate.may_begin():  # the engine failed others meanwhile, which is no fault of this one
+            await self._requeue(held, job, state, None, span)
+            return False
         course = self._wellbeing.begin()
         held.execution = execution = Execution(
             Claimed(
@@ -437,6 +436,7 @@ class Handler:
             num_used = plan.num_prompt_tokens + outcome.num_tokens
             self._refund(held.delivery.queue, max(0, job.need_tokens - num_used))
         await self._after_run(held, job, state, outcome, span)
+        return True
 
     async def _after_run(self, held: Held, job: Job, state: JobState, outcome: Outcome, span: Span) -> None:
         metrics.ATTEMPTS.add(metrics.model_label(job.model), _ending(outcome))
@@ -479,11 +479,6 @@ def _ending(outcome: Outcome) -> str:
     if outcome.kind is ResultKind.SETTLED:
         return outcome.event.kind if outcome.event is not None else "ended"
     return "fault" if outcome.is_fault else "handed_back"
-
-
-def _is_another_body(state: JobState, job: Job) -> bool:
-    """Whether the message is another request under the job's id; as far as the log was read."""
-    return bool(state.body_hash) and state.body_hash != job.body_hash
 
 
 def _has(held: Held, state: JobState) -> bool:

@@ -24,8 +24,9 @@ class Held:
     `is_backing_off` while it is kept back: after a fault, for the sake of its company, since it can never run here, or
     for a moment since it is warm elsewhere.
 
-    `need_tokens` is the router's estimate, `listed_in` the number of the first beat that lists it. `is_void` once the
-    worker lost its registration: then nothing more may be written for it, nor settled.
+    `need_tokens` is the router's estimate, `has_claimed` says that the `started` of `attempt` is in the log for it,
+    `listed_in` is the number of the first beat that lists it. `is_void` once the worker lost its registration: then
+    nothing more may be written for it, nor settled.
     """
 
     def __init__(self, delivery: Delivery, job: Job) -> None:
@@ -34,6 +35,7 @@ class Held:
         self.job = job.job
         self.need_tokens = job.need_tokens
         self.attempt = 1
+        self.has_claimed = False
         self.listed_in = 0
         self.since = time.monotonic()
         self.execution: Execution | None = None
@@ -49,6 +51,7 @@ class Held:
             tenant=self.tenant,
             job=self.job,
             attempt=self.attempt,
+            has_claimed=self.has_claimed,
         )
 
 

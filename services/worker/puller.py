@@ -147,7 +147,7 @@ class Puller:
         is_known = queue in self._waiting or len(self._interrupted) < _MAX_INTERRUPTED_QUEUES
         if is_known and number > 0 and queue.pool == self._pool:
             self._interrupted[queue] = min(_MAX_INTERRUPTED, self._interrupted.get(queue, 0) + number)
-            self._shared[queue] = min(_MAX_INTERRUPTED, self._shared.get(queue, 0) + max(0, share))
+            self._shared[queue] = min(_MAX_INTERRUPTED, self._shared.get(queue, 0) + max(0, min(share, number)))
 
     def refund(self, queue: QueueName, tokens: int) -> None:
         """Of a job fetched from the queue these went unused: it ended early, or went to another worker."""

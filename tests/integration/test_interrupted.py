@@ -2,8 +2,17 @@
 
 import asyncio
 
+import pytest
+
+from headrace.bus.connection import Stored
 from headrace.bus.heartbeats import WorkersBucket
+from headrace.bus.joblog import JobLog
 from headrace.client import Requeued
+from headrace.monitor.eviction import Evictor
+from headrace.schemas import events
+from headrace.schemas.events import AcceptedBody, Owner
+from headrace.schemas.subjects import QueueName
+from headrace.schemas.workers import Heartbeat, HeldRequest
 from tests.deployment import MODEL, deployment, sim, until
 from tests.integration.test_queue_discipline import Jobs, configure, tenants
 
@@ -52,3 +61,38 @@ async def test_an_interrupted_request_goes_on_before_other_queues_have_their_tur
             assert seen.beat.running == 1, "it is full, so no wake reached it"
             await interrupted
             assert order[2] == "Started", "by turns it would be the first of a"
+
+
+@pytest.mark.parametrize(("claimed_in", "is_named"), [(1, True), (2, False), (None, False)])
+async def test_a_loss_names_the_message_that_ran(
+    broker_url: str, prefix: str, claimed_in: int | None, is_named: bool
+) -> None:
+    """Whoever fetches that message claims the job by this event alone. One that was only listed may be another's."""
+    async with deployment(broker_url, prefix) as running:
+        log = JobLog(running.bus)
+        owner = Owner(worker="dead", epoch="e", queue_sequence=5)
+        sequence = 0
+        for event in (
+            events.accepted("j", AcceptedBody(job="j", sequence=5, model=MODEL), body_hash="h"),
+            events.started("j", owner, attempt=1, offset=0, body_hash="h", model=MODEL),
+            events.delta("j", owner, attempt=1, offset=0, count=3, data=b"{}"),
+        ):
+            result = await log.append("default", event, expected=sequence, ttl_s=600.0)
+            assert isinstance(result, Stored)
+            sequence = result.sequence
+        held = HeldRequest(
+            consumer=QueueName().consumer,
+            sequence=5,
+            tenant="default",
+            job="j",
+            attempt=claimed_in or 1,
+            has_claimed=claimed_in is not None,
+        )
+        beat = Heartbeat(
+            worker="dead", epoch="e", state="Ready", model=MODEL, engine="sim", pool="default", held=(held,)
+        )
+        await Evictor(running.bus).hand_over(beat)
+        lost = await log.last("default", "j")
+        assert lost is not None
+        assert (lost.kind, lost.offset, lost.attempt) == ("requeued", 3, 2)
+        assert (lost.model, lost.queue_sequence) == ((MODEL, 5) if is_named else ("", None))
