@@ -388,7 +388,10 @@ class Handler:
             return False
         state = history.state
         assert state.owner is not None
-        if not await self._gate.may_begin():  # the engine failed others meanwhile, which is no fault of this one
+        may_begin = await self._gate.may_begin() and not self._settler.draining.is_set()
+        if held.is_void:
+            return True
+        if not may_begin:  # we leave, or the engine failed others meanwhile, which is no fault of this one
             await self._requeue(held, job, state, None, span)
             return False
         course = self._wellbeing.begin()

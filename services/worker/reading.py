@@ -43,15 +43,37 @@ class Read(msgspec.Struct, frozen=True):
         return Read(step(self.state, started), (*self.events, started))
 
 
+class _Budget:
+    """How many events of one stream are asked for at a time. One for each: none waits for another's answers."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._num_events = 0
+        self._is_less = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def room_for(self, num_events: int) -> AsyncIterator[None]:
+        """Wait, in turn, until so many more may be asked for; a log that is longer than all is read alone."""
+        num_events = min(num_events, _MAX_EVENTS)
+        async with self._turn:
+            while self._num_events + num_events > _MAX_EVENTS:
+                self._is_less.clear()
+                await self._is_less.wait()
+            self._num_events += num_events
+        try:
+            yield
+        finally:
+            self._num_events -= num_events
+            self._is_less.set()
+
+
 class LogReader:
     """Reads logs. One per worker; holds no state but the reads under way."""
 
     def __init__(self, job_log: JobLog, *, retry_for_s: float) -> None:
         self._log = job_log
         self._retry_for_s = retry_for_s
-        self._turn = asyncio.Lock()
-        self._num_events = 0
-        self._is_less = asyncio.Event()
+        self._budgets: dict[str, _Budget] = {}
         self._asked: dict[tuple[str, str], list[asyncio.Future[Event | None]]] = {}
         self._looks: set[asyncio.Task[None]] = set()
 
@@ -102,23 +124,9 @@ class LogReader:
                 await retries.pause()
 
     async def _all(self, job: Job, last: Event) -> tuple[Event, ...]:
-        async with self._room_for(last.offset + last.count):  # no event has less than one token, but for a few
+        budget = self._budgets.setdefault(self._log.stream_of(job.job), _Budget())
+        async with budget.room_for(last.offset + last.count):  # no event has less than one token, but for a few
             return tuple(await self._log.read(job.tenant, job.job))
-
-    @contextlib.asynccontextmanager
-    async def _room_for(self, num_events: int) -> AsyncIterator[None]:
-        """Wait, in turn, until so many more may be asked for; a log that is longer than all is read alone."""
-        num_events = min(num_events, _MAX_EVENTS)
-        async with self._turn:
-            while self._num_events + num_events > _MAX_EVENTS:
-                self._is_less.clear()
-                await self._is_less.wait()
-            self._num_events += num_events
-        try:
-            yield
-        finally:
-            self._num_events -= num_events
-            self._is_less.set()
 
     async def _last(self, job: Job) -> Event | None:
         """The last event; of jobs asked for in the same turn of the loop, all by one request."""
